@@ -403,7 +403,7 @@ def test_an_audit_from_the_command_line_of_a_net_of_no_library_says_how(tmp_path
 def test_mistakes_of_an_audit_are_named(net):
     with pytest.raises(ConfigError, match="as it was before immunization"):
         immunization.audit(net, loader(4, 1), loader(3, 2))
-    with pytest.raises(ConfigError, match="give one of budget and attacks"):
+    with pytest.raises(ConfigError, match="budget and attacks are both given; give one of them"):
         immunization.audit(net, loader(4, 1), loader(3, 2), net, attacks="adam", budget="quick")
     with pytest.raises(ConfigError, match="budget must be one of quick, standard, nightly, or null"):
         immunization.audit(net, loader(4, 1), loader(3, 2), net, budget="large")

@@ -252,7 +252,7 @@ def test_a_reference_that_does_not_learn_says_so(net):
 def test_a_net_that_nobody_can_draw_has_no_scratch(net):
     network = net.network("baseline")
     network.whole.net.extra = nn.Parameter(torch.ones(3))
-    with pytest.raises(Inapplicable, match=r"how to draw the weights whole\.net\.extra anew"):
+    with pytest.raises(Inapplicable, match=r"no initializer is known for the weights whole\.net\.extra"):
         redrawn(network)
 
 

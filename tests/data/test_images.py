@@ -98,7 +98,7 @@ def test_folders_that_are_missing_or_disagree(roots, tmp_path):
     ("options", "message"),
     [
         *(
-            ({"source": name}, f"harmful.source={name} is no source")
+            ({"source": name}, f"harmful.source={name} is not a source with splits; write one of")
             for name in ("foo", "hfds", "torch/folder", "x/y", "wds/y", "tfds/y")
         ),
         ({"train": "val"}, r"harmful\.train=val and dataset\.harmful\.test=val are the same images"),

@@ -111,7 +111,7 @@ def test_several_harmful_tasks_keep_once(net):
 
 def test_a_model_of_rows_has_nothing_to_distill():
     pair = make_pair()
-    with pytest.raises(ConfigError, match=r"method\.keep distills layers of a net"):
+    with pytest.raises(ConfigError, match=r"method\.keep distills trained layers, and no layer is trained"):
         NTL(epochs=1, batch_size=16, keep=1.0).setup(Linear(pair), pair)
 
 

@@ -330,7 +330,9 @@ def test_without_rows_it_says_how_to_get_them(tmp_path):
 @pytest.mark.parametrize("given", ["", "one", "one/result.json"])
 def test_runs_are_no_rows(given, tmp_path):
     worth_run(tmp_path / "runs" / "one", "identity", {"all": 0.0})
-    with pytest.raises(DataError, match=r"one is a run, and no row .*: .* rows PATH... makes them from runs"):
+    with pytest.raises(
+        DataError, match=r"one is a run and not a row of the leaderboard: .* rows PATH... makes them from runs"
+    ):
         main(["leaderboard", str(tmp_path / "runs" / given)])
 
 

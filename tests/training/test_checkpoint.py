@@ -230,7 +230,7 @@ def whole(tmp_path_factory) -> tuple:
 
 def test_a_checkpoint_of_another_configuration_is_refused(half):
     before = {path.name: path.read_bytes() for path in half.iterdir() if path.suffix != ".log"}
-    with pytest.raises(ConfigError, match=r"another configuration \(seed: 0 -> 1, .*.*to start afresh"):
+    with pytest.raises(ConfigError, match=r"another configuration \(seed: 0 -> 1, .*to start a new run"):
         run([*NINE, "seed=1", "resume=true"], folder=half)
     assert before == {path.name: path.read_bytes() for path in half.iterdir() if path.suffix != ".log"}
 
@@ -259,7 +259,7 @@ def test_an_altered_history_is_named(half):
 def test_other_data_under_the_same_configuration_are_named(half, monkeypatch):
     pixels, labels = sklearn_digits()
     monkeypatch.setattr("immunization.data.pixels.sklearn_digits", lambda: (pixels + (pixels == 3), labels))
-    with pytest.raises(DataError, match=r"does not fit this run .* data"):
+    with pytest.raises(DataError, match=r"does not match this run any more: the content of dataset"):
         run([*NINE, "resume=true"], folder=half)
 
 
