@@ -33,7 +33,7 @@ def where() -> str:
 
 def shows() -> bool:
     """Whether bars are shown: on a terminal and in a notebook, unless a call of `reporting` is to say nothing."""
-    return _verbose.get() and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+    return _verbose.get() and (sys.stderr.isatty() or "ipykernel.ipkernel" in sys.modules)
 
 
 def progress_bar(*arguments: object, **options: object) -> tqdm:

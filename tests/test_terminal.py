@@ -65,7 +65,7 @@ def slowly(verbose: bool | None = None) -> None:
 )
 def test_verbose_says_where_a_call_from_python_shows_its_progress(stream, verbose, bars, lines, monkeypatch):
     if stream == "notebook":
-        monkeypatch.setitem(sys.modules, "ipykernel", sys)
+        monkeypatch.setitem(sys.modules, "ipykernel.ipkernel", sys)
         stream = io.StringIO
     monkeypatch.setattr(terminal, "SECONDS", 0.01)
     monkeypatch.setattr(sys, "stderr", stream())

@@ -182,11 +182,15 @@ def run_transfer(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves
     suite.theta_0 = "secret"
     own = {n: attack for n, attack in attacks.items() if n in suite.benign or (attack.reference and not attack.partial)}
     measured, measures = run_attacks(own, victim, kept, suite), Measures()
+    late = of_role("suite_cut_short", victim.role)
+    if late in measured.flags:
+        measures.flag(late, measured.flags[late])
     for record in measured.records.where(task=victim.role):
         if (measure := TRANSFERRED.get(record.measure)) is not None:
             measures.add(replace(record, measure=measure))
     if not measures.records:
-        measures.miss("nobody learns the task without the model", "transfer/lost", task=victim.role)
+        why = measured.flags.get(late, "nobody learns the task without the model")
+        measures.miss(why, "transfer/lost", task=victim.role)
     return measures
 
 

@@ -7,11 +7,9 @@ from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from immunization.compute import randomness
+from immunization.compute import machine, randomness
 from immunization.config import check_trust, slug
-from immunization.errors import UserError
 from immunization.experiment import Experiment, assemble, resolve
 from immunization.runs.folder import log
 from immunization.runs.result import Result
@@ -47,11 +45,10 @@ class Prepared:
     def kind(self) -> object:
         """What jobs side by side agree in; None for one that is trained alone."""
         experiment = self.experiment
-        if experiment.debug != Debug() or experiment.checkpoint.get("every") or not experiment.immunize:
+        scheduler = (experiment.settings["scheduler"] or {}).get("_target_", "")
+        if experiment.debug != Debug() or experiment.checkpoint.get("every") or scheduler.endswith("ReduceLROnPlateau"):
             return None
-        shared = {key: value for key, value in experiment.settings.items() if key not in OWN}
-        kind = side_by_side.kind_of(self.parts, experiment.optimizer)
-        return kind and (*kind, repr(shared))
+        return side_by_side.kind_of(self.parts, experiment.optimizer)
 
     def begin(self) -> TrainingSession:
         """Its training, whose log waits for its turn."""
@@ -82,61 +79,75 @@ class Ahead:
         self.waiting = [tuple(job) for job in jobs]
         self.prepared: dict[Job, Prepared] = {}
         self.spare: dict[Job, Prepared] = {}
+        self.shared: dict[Job, str] = {}
+        self.alone: set[Job] = set()
 
     def take(self, overrides: Sequence[str]) -> Prepared | None:
-        """The job whose turn it is, prepared, and trained where that goes together with jobs that wait; None: neither.
+        """The job whose turn it is, trained together with those that wait; None: it has to be trained alone.
 
         Random numbers go on where preparing the job left them.
         """
         if (job := tuple(overrides)) not in self.waiting:
             return None
-        if job not in self.prepared:
+        self.waiting.remove(job)
+        if job not in self.prepared and job not in self.alone:
             with randomness.isolated_rng():
                 self._fit(job)
-        self.waiting.remove(job)
         if found := self.prepared.pop(job, None):
             randomness.restore(found.random)
+            machine.choose_threads(found.experiment.threads, found.parts.pair.dim)
         return found
 
     def _fit(self, first: Job) -> None:
         """Train a job, and up to `MOST` that wait and differ from it in numbers alone."""
-        if not (like := self.spare.pop(first, None) or self._prepare(first, anew=False)):
+        like = self.spare.pop(first, None) or self._prepare(first)
+        if like is None or (kind := like.kind) is None:
             return
-        jobs, kind = {first: like}, like.kind
-        if kind is not None:
-            most = min(MOST, BYTES // sum(task.train.x.nbytes for task in like.parts.pair.tasks.values()))
-            for job in self.waiting[:SEARCHED]:
-                if job in jobs or job in self.prepared or len(jobs) >= most:
-                    continue
-                if other := self.spare.pop(job, None) or self._prepare(job):
-                    (jobs if other.kind == kind else self.spare)[job] = other
-            self.spare = dict(list(self.spare.items())[:most])
-        if len(jobs) > 1:
-            print(f"{len(jobs)} jobs that differ in numbers alone are trained side by side", flush=True)
-            try:
-                ended = side_by_side.fit([own.begin() for own in jobs.values()])
-            except (RuntimeError, TypeError, ValueError) as error:  # memory, or a method of somebody's own
-                log.warning("side by side it does not go (%s: %s); each is trained alone", type(error).__name__, error)
-                ended = []
-            jobs = {job: replace(own, others=len(jobs) - 1) for job, own in jobs.items() if own.session in ended}
-        self.prepared |= jobs
+        jobs = {first: like}
+        most = min(MOST, BYTES // sum(task.train.x.nbytes for task in like.parts.pair.tasks.values()))
+        for job in self.waiting[:SEARCHED]:
+            if job in self.prepared or job in self.alone or len(jobs) >= most:
+                continue
+            if self.shared.get(job, self.shared[first]) != self.shared[first]:
+                continue
+            if other := self.spare.pop(job, None) or self._prepare(job, first):
+                (jobs if other.kind == kind else self.spare)[job] = other
+        self.spare = dict(list(self.spare.items())[:most])
+        if len(jobs) == 1:
+            return
+        print(f"{len(jobs)} jobs that differ in numbers alone are trained side by side", flush=True)
+        machine.choose_threads(like.experiment.threads, like.parts.pair.dim)
+        ended: list[TrainingSession] = []
+        try:
+            ended = side_by_side.fit([own.begin() for own in jobs.values()])
+        except Exception as error:  # of memory, or of somebody's own method: alone, each job meets its own
+            log.warning("side by side it does not go (%s: %s); each is trained alone", type(error).__name__, error)
+        done = {job: replace(own, others=len(jobs) - 1) for job, own in jobs.items() if own.session in ended}
+        self.prepared |= done
+        self.alone |= jobs.keys() - done.keys()
 
-    def _prepare(self, job: Job, anew: bool = True) -> Prepared | None:
-        """A job before its training; None for one that is wrong or no linear model in full batches.
+    def _prepare(self, job: Job, like: Job | None = None) -> Prepared | None:
+        """A job before its training; None for one that is wrong or that is trained alone.
 
-        With `anew` also for one that was begun before.
+        Beside another one, `like`, also for one that was begun before, or that differs in more than `OWN`.
         """
         try:
             config = self.loader.load_sweep_config(self.master, list(job))
             named = f"*_{slug(config.hydra.job.override_dirname)}"
-            if anew and self.master.resume and next(Path(self.master.hydra.sweep.dir).glob(named), None):
+            begun = like and self.master.resume and next(Path(self.master.hydra.sweep.dir).glob(named), None)
+            linear = config.model.get("_target_") == LINEAR and config.method.get("batch_size", 0) is None
+            if begun or not linear or config.immunize is not True:
+                self.alone.add(job)
                 return None
-            if config.model.get("_target_") != LINEAR or config.method.get("batch_size", 0) is not None:
-                return None  # before its data are read
             OmegaConf.set_struct(config, False)
             del config["hydra"]
             check_trust(config, job)
             experiment = resolve(config, job)
-            return Prepared(experiment, assemble(experiment))
-        except (UserError, OmegaConfBaseException):  # it says so itself when its turn comes
+            self.shared[job] = repr({key: value for key, value in experiment.settings.items() if key not in OWN})
+            if like and self.shared[job] != self.shared[like]:
+                return None
+            made = Prepared(experiment, assemble(experiment))
+            return made if made.kind else None
+        except Exception:  # it says so itself when its turn comes
+            self.alone.add(job)
             return None

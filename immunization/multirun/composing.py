@@ -1,7 +1,9 @@
 """The configurations of a multirun's jobs, composed once for all that differ in values alone."""
 
 import pickle
+import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,6 +25,10 @@ class SharedComposition:
 
     def __call__(self, master: DictConfig, words: Sequence[str]) -> DictConfig:
         """The configuration of the job with these overrides; errors are those of Hydra."""
+        keys = sorted(re.split("[=@]", word.lstrip("+~"))[0] for word in words)
+        twice = any(f"{key}.".startswith(f"{before}.") for before, key in pairwise(keys))  # the order decides
+        if twice or any(key.startswith("hydra.") for key in keys):
+            return self.compose(master, list(words))
         shape, values = zip(*map(self._parse, words), strict=True) if words else ((), ())
         if shape not in self.composed:
             config = self.compose(master, list(words))

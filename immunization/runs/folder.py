@@ -116,7 +116,8 @@ class RunFolder:
             path.unlink(missing_ok=True)
         self.recorder = Recorder(self.path, state["recorder"] if state else None)
         for tracker in self.trackers:
-            if state and tracker.run_id != state["tracker"]:  # a new run of its own, which lacks the steps so far
+            waits = isinstance(tracker, Guarded) and tracker.waiting
+            if state and (waits or tracker.run_id != state["tracker"]):  # another run of its own, without these steps
                 for step, metrics in logged(self.path):
                     tracker.log(step, metrics)
         self.trackers.insert(0, self.recorder)

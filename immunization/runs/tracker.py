@@ -68,7 +68,7 @@ class Guarded(Tracker):
 
     def start(self, *arguments: Any, **options: Any) -> None:
         self.waiting = time.monotonic(), arguments, options
-        if not self.tracker.waits:
+        if not self.tracker.waits or self.tracker.run_id:
             self._start()
 
     def _start(self) -> None:
@@ -97,7 +97,10 @@ class Guarded(Tracker):
         self._call("report", *arguments)
 
     def close(self, failed: bool) -> None:
-        self._start()
+        try:
+            self._start()
+        except UserError as error:  # the run has ended, perhaps by an error of its own
+            log.warning("the tracker %s could not start: %s", type(self.tracker).__name__, error)
         self.failed = False
         self._call("close", failed)
 

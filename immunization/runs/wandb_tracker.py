@@ -31,7 +31,6 @@ NO_STEPS = ("spectrum/", "/compute", "/excess")
 """In names of curves that are left to result.json: against an index, against operations, and twice as much to send."""
 OFFLINE = ("offline", "dryrun", "disabled")
 ACCOUNTS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
-HOST = "api.wandb.ai"
 POINTS = 64  # at most about so many of each curve: thousands of runs have to fit into a project
 
 
@@ -65,10 +64,10 @@ class Wandb(Tracker):
         """Whether the run is an offline one, as far as that is known without importing W&B."""
         if mode := self.mode if self.mode != "auto" else os.environ.get("WANDB_MODE"):
             return mode in OFFLINE
-        settings = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), "settings").expanduser()
-        host = urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc
-        account = any(map(os.environ.get, ACCOUNTS)) or _in_netrc([HOST, host])
-        return not (account or settings.is_file() or Path("wandb/settings").is_file())
+        settings = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), "settings")
+        logins = [Path(os.environ["NETRC"])] if os.environ.get("NETRC") else [Path("~/.netrc"), Path("~/_netrc")]
+        files = (settings, Path("wandb/settings"), *logins)
+        return not (any(map(os.environ.get, ACCOUNTS)) or any(path.expanduser().is_file() for path in files))
 
     def start(self, folder: Path, config: dict[str, Any], name: str, group: str, tags: list[str]) -> None:
         # W&B's reports about itself, which it sends in offline mode too
@@ -170,7 +169,7 @@ class Wandb(Tracker):
         account = settings.api_key or any(map(os.environ.get, ACCOUNTS))
         hosts = [urlsplit(settings.base_url).netloc]
         if settings.base_url == wandb.Settings.model_fields["base_url"].default:
-            hosts.append(HOST)  # where `wandb login` was before the default server moved
+            hosts.append("api.wandb.ai")  # where `wandb login` was before the default server moved
         if account or _in_netrc(hosts):
             return "online", ""
         return "offline", "has no account here (`wandb login`), this run is tracked offline"

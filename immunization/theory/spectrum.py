@@ -151,15 +151,11 @@ def extreme_eigenpair(gram: Tensor, index: int) -> tuple[float, Tensor]:
     LinAlgError where LAPACK does not converge.
     """
     place = len(gram) + index + 1
-    work, integers, _ = dsyevr_lwork(len(gram))
-    found = {"range": "I", "il": place, "iu": place, "lwork": int(work), "liwork": integers}
-    values, vectors, _, _, info = dsyevr(
-        gram.numpy(), **found
-    )  # as scipy.linalg.eigh calls it, which takes 1.3 times as long
+    work, integers, _ = dsyevr_lwork(len(gram), lower=1)
+    options = {"range": "I", "il": place, "iu": place, "lower": 1, "lwork": int(work), "liwork": integers}
+    values, vectors, _, _, info = dsyevr(gram.numpy(), **options)  # by scipy.linalg.eigh it takes 1.3 times as long
     if info:
-        raise torch.linalg.LinAlgError(
-            f"LAPACK finds no eigenpair of a matrix {tuple(gram.shape)}: dsyevr gives {info}"
-        )
+        raise torch.linalg.LinAlgError(f"LAPACK's dsyevr finds no eigenpair of a matrix {tuple(gram.shape)}: {info}")
     return max(float(values[0]), 0.0), torch.from_numpy(vectors)[:, 0]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from immunization.compute.machine import SMALL
 from immunization.data.task import Task
 from immunization.errors import UserError
-from immunization.methods.base import Method, checked_step
+from immunization.methods.base import Callback, Method, checked_step
 from immunization.models import Linear
 from immunization.models.base import Batch
 from immunization.terminal import doing, progress_bar
@@ -27,15 +27,17 @@ ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 def kind_of(parts: Parts, make: Callable[..., torch.optim.Optimizer]) -> tuple[Any, ...] | None:
     """What trainings must agree in to take place side by side; None for one that takes place alone.
 
-    That is a linear map without a bias in float64 of up to `SMALL` features (products of larger ones take most of a
-    step), in full batches, by a method whose steps take stacks.
+    That is a linear map without a bias in float64 on the CPU, in full batches, by a method whose steps take stacks. It
+    has up to `SMALL` features, as products of larger ones take most of a step, and a multiple of 8, with which every
+    matrix of a stack begins where BLAS rounds as it does for one alone.
     """
     method, model, pair = parts.method, parts.model, parts.trained_on
-    stepping = next(vars(cls) for cls in type(method).__mro__ if "step" in vars(cls))
-    varied = stepping.get("side_by_side")  # who overrides `step` has to say it anew
+    varied = vars(type(method)).get("side_by_side")  # a subclass has to say it anew
     if varied is None or method.batch_size is not None or not method.epochs or len(pair.shown) != 2:
         return None
-    if type(model) is not Linear or model.linear_map() is None or pair.dim > SMALL or model.dtype != torch.float64:
+    if type(model) is not Linear or model.linear_map() is None or model.dtype != torch.float64:
+        return None
+    if pair.dim > SMALL or pair.dim % 8 or pair.primary.train.x.device.type != "cpu":
         return None
     if method.options.get("precondition") not in ("cancelled", "none"):  # K^-1 is not applied to stacks
         return None
@@ -57,9 +59,7 @@ def fit(sessions: Sequence[TrainingSession]) -> list[TrainingSession]:
     anew and trained alone, it says why. What the others learn does not depend on it.
     """
     started = time.perf_counter()
-    for session in sessions:
-        session.prepare()
-    stack = _Stack(sessions)
+    stack = _Stack([session for session in sessions if _prepared(session)])
     named = f"{len(sessions)} jobs side by side"
     with doing(lambda: f"{named}: step {stack.steps:,}"), progress_bar(desc=named, unit="step") as bar:
         while stack.running:
@@ -139,6 +139,15 @@ class _Stack:
             call(*arguments)
         except (UserError, torch.linalg.LinAlgError):
             self.running.pop(place, None)
+
+
+def _prepared(session: TrainingSession) -> bool:
+    """Whether a session is ready for a stack, without callbacks that add to the loss."""
+    try:
+        session.prepare()
+    except UserError:
+        return False
+    return all(type(callback).add is Callback.add for callback in session.method.callbacks)
 
 
 def _first_terms(session: TrainingSession, batches: Sequence[Batch]) -> bool:

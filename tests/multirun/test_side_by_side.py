@@ -112,6 +112,22 @@ def test_jobs_that_cannot_be_stacked_are_trained_alone(multirun):
     assert any("RuntimeError: no stacks" in path.read_text() for path in Path("jobs").glob("*/run.log"))
 
 
+def test_an_audit_in_a_multirun_reads_the_data_of_the_run(multirun):
+    multirun("made", "seed=5", "dataset.primary=3", "dataset.harmful=8")
+    (folder,) = Path("made").glob("0_*")
+    multirun("audits", "immunize=false", f"model.checkpoint='{folder}'", "method.lambda_H=1,2")
+    audits = [json.loads(path.read_text()) for path in Path("audits").glob("*/result.json")]
+    made = json.loads((folder / "result.json").read_text())
+    assert [(own["status"], own["seed"]) for own in audits] == [("completed", 5)] * 2
+    assert [own["metrics"]["rir"] for own in audits] == pytest.approx([made["metrics"]["rir"]] * 2, rel=1e-9)
+
+
+def test_a_job_that_is_wrong_fails_alone(multirun):
+    multirun("jobs", "dataset.harmful=1,0,2,3")  # 0 is the primary class
+    statuses = {number: said["status"] for number, (said, *_) in of("jobs").items()}
+    assert statuses == {"0": "completed", "1": "failed", "2": "completed", "3": "completed"}
+
+
 def test_methods_of_one_sweep_are_kept_apart(multirun):
     said = multirun("jobs", "method=condition_number,r_ill_only,identity,imma", "seed=0,1")
     assert {said["status"] for said, *_ in of("jobs").values()} == {"completed"}
@@ -131,6 +147,7 @@ def test_methods_of_one_sweep_are_kept_apart(multirun):
         ("immunize=false",),
         ("method.precondition=ridge",),
         ("dtype=float32",),
+        ("dataset.common_range=true",),  # of other widths the bytes would differ
         (f"method._target_={__name__}.Stepping", f"trusted=[{__name__}]"),
     ],
 )
