@@ -44,7 +44,7 @@ def test_every_key_of_the_configuration_is_on_its_page(group: str) -> None:
         section = page[page.index(f"## {group}\n") :].partition(f"{title}\n")[2].partition("\n### ")[0]
         for key in leaves(yaml.safe_load(path.read_text()) or {}):
             first = key.partition(".")[0]
-            assert re.search(rf"`[\w.]*{first}(\.[\w.]+)?`", section), (title, key)
+            assert re.search(rf"`[\w.<>]*{first}(\.[\w.]+)?`", section), (title, key)
 
 
 def test_values_of_every_run_are_on_the_page() -> None:
