@@ -18,7 +18,7 @@ from immunization.training import side_by_side
 from immunization.training.assembly import Debug, Parts
 from immunization.training.session import Monitor, TrainingSession
 
-MOST, BYTES, SEARCHED = 32, 2**30, 256
+MOST, BYTES, SEARCHED = 16, 2**30, 256
 """Jobs that are trained together at most, bytes of their training inputs, and jobs among which they are looked for."""
 LINEAR = "immunization.models.Linear"
 """The `_target_` of models that may be trained side by side."""
