@@ -163,7 +163,8 @@ def train(
             print(*table, "", sep="\n", flush=True)
         if experiment.immunize is False or parts.method.epochs:
             run.keep_original(*original(parts.model))
-    if ready and ready.deliver(run.result, run.trackers):
+    if ready:
+        ready.deliver(run.result, run.trackers)
         return experiment, parts
     options = experiment.checkpoint if leads else {"seconds": None}
     session = TrainingSession(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ OWN = ("dataset", "method", "name", "objective", "pair", "seed", "tags")
 
 @dataclass
 class Prepared:
-    """A job that is still to be measured, and its `session` where it was trained side by side with `others`.
+    """A job before its training, or after it: its `session`, side by side with `others`, and still to be measured.
 
     `random` is the state of its random numbers before the training.
     """
@@ -41,7 +42,7 @@ class Prepared:
     others: int = 0
     random: dict[str, Any] = field(default_factory=randomness.states)
 
-    @property
+    @cached_property
     def kind(self) -> object:
         """What jobs side by side agree in; None for one that is trained alone."""
         experiment = self.experiment
@@ -58,14 +59,13 @@ class Prepared:
         self.session = made
         return made
 
-    def deliver(self, result: Result, trackers: Sequence[Tracker]) -> bool:
-        """Give what was logged during the training to the job's own result and trackers; False: it was not trained."""
-        if self.session is None or self.session.monitor is None:
-            return False
+    def deliver(self, result: Result, trackers: Sequence[Tracker]) -> None:
+        """Give what was logged during the training to the job's own result and trackers."""
+        assert self.session is not None  # it was trained
+        assert self.session.monitor is not None
         log.info("trained side by side with %d other jobs of this multirun", self.others)
         self.session.monitor.deliver(result, trackers)
         result.seconds["immunize"] = self.session.seconds
-        return True
 
 
 class Ahead:
@@ -101,7 +101,7 @@ class Ahead:
     def _fit(self, first: Job) -> None:
         """Train a job, and up to `MOST` that wait and differ from it in numbers alone."""
         like = self.spare.pop(first, None) or self._prepare(first)
-        if like is None or (kind := like.kind) is None:
+        if like is None:
             return
         jobs = {first: like}
         most = min(MOST, BYTES // sum(task.train.x.nbytes for task in like.parts.pair.tasks.values()))
@@ -111,7 +111,7 @@ class Ahead:
             if self.shared.get(job, self.shared[first]) != self.shared[first]:
                 continue
             if other := self.spare.pop(job, None) or self._prepare(job, first):
-                (jobs if other.kind == kind else self.spare)[job] = other
+                (jobs if other.kind == like.kind else self.spare)[job] = other
         self.spare = dict(list(self.spare.items())[:most])
         if len(jobs) == 1:
             return
@@ -121,7 +121,8 @@ class Ahead:
         try:
             ended = side_by_side.fit([own.begin() for own in jobs.values()])
         except Exception as error:  # of memory, or of somebody's own method: alone, each job meets its own
-            log.warning("side by side it does not go (%s: %s); each is trained alone", type(error).__name__, error)
+            told = "training jobs side by side failed (%s: %s); each of them is trained alone"
+            log.warning(told, type(error).__name__, error)
         done = {job: replace(own, others=len(jobs) - 1) for job, own in jobs.items() if own.session in ended}
         self.prepared |= done
         self.alone |= jobs.keys() - done.keys()
@@ -138,7 +139,7 @@ class Ahead:
             linear = config.model.get("_target_") == LINEAR and config.method.get("batch_size", 0) is None
             if begun or not linear or config.immunize is not True:
                 self.alone.add(job)
-                return None
+                return None  # before its data are read
             OmegaConf.set_struct(config, False)
             del config["hydra"]
             check_trust(config, job)
@@ -147,7 +148,9 @@ class Ahead:
             if like and self.shared[job] != self.shared[like]:
                 return None
             made = Prepared(experiment, assemble(experiment))
-            return made if made.kind else None
-        except Exception:  # it says so itself when its turn comes
-            self.alone.add(job)
-            return None
+            if made.kind is not None:
+                return made
+        except Exception:  # the job says so itself when its turn comes
+            pass
+        self.alone.add(job)
+        return None

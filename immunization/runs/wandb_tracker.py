@@ -65,9 +65,8 @@ class Wandb(Tracker):
         if mode := self.mode if self.mode != "auto" else os.environ.get("WANDB_MODE"):
             return mode in OFFLINE
         settings = Path(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), "settings")
-        logins = [Path(os.environ["NETRC"])] if os.environ.get("NETRC") else [Path("~/.netrc"), Path("~/_netrc")]
-        files = (settings, Path("wandb/settings"), *logins)
-        return not (any(map(os.environ.get, ACCOUNTS)) or any(path.expanduser().is_file() for path in files))
+        kept = (settings, Path("wandb/settings"), *map(Path, _netrcs()))
+        return not (any(map(os.environ.get, ACCOUNTS)) or any(path.expanduser().is_file() for path in kept))
 
     def start(self, folder: Path, config: dict[str, Any], name: str, group: str, tags: list[str]) -> None:
         # W&B's reports about itself, which it sends in offline mode too
@@ -221,10 +220,15 @@ def _sweep() -> Path | None:
     return None
 
 
+def _netrcs() -> list[str]:
+    """Where `wandb login` may have left an account."""
+    given = os.environ.get("NETRC")
+    return [given] if given else ["~/.netrc", "~/_netrc"]
+
+
 def _in_netrc(hosts: list[str]) -> bool:
     """Whether `wandb login` has left an account for one of `hosts`."""
-    given = os.environ.get("NETRC")
-    for path in map(os.path.expanduser, [given] if given else ["~/.netrc", "~/_netrc"]):
+    for path in map(os.path.expanduser, _netrcs()):
         try:
             accounts = netrc.netrc(path)
         except FileNotFoundError:

@@ -110,20 +110,18 @@ class _Stack:
         self.optimizer.zero_grad()
         terms["loss"].sum().backward()
         self.optimizer.step()
-        rate = torch.tensor(float(self.optimizer.param_groups[0]["lr"]), dtype=torch.float64)
         if self.scheduler is not None:
+            terms["lr"] = terms["loss"].new_full((len(self.bounds),), self.optimizer.param_groups[0]["lr"])
             self.scheduler.step()
-        values = {name: term.detach().tolist() for name, term in terms.items()}
         for place, session in list(self.running.items()):
-            own = {name: torch.tensor(value[place], dtype=torch.float64) for name, value in values.items()}
-            self._guarded(place, self._after, place, session, own | ({"lr": rate} if self.scheduler else {}))
+            self._guarded(place, self._after, place, session, terms)
 
     def _after(self, place: int, session: TrainingSession, terms: Mapping[str, Tensor]) -> None:
-        """What follows a step of one job."""
+        """What follows a step of one job; `terms` are those of all [J]."""
         at, method = session.progress, session.method
         at.step += 1
         if session.monitor and session.logged(at.step):
-            session.monitor(at.step, terms)
+            session.monitor(at.step, {name: term[place] for name, term in terms.items()})
         ended = [hook.epoch_end(session.model, at.epoch) for hook in (method, *method.callbacks)]
         at.epoch = method.epochs if any(ended) else at.epoch + 1
         if at.epoch >= method.epochs:
