@@ -299,7 +299,7 @@ def test_a_failure_of_wandb_is_one_warning_and_the_run_is_still_closed(tmp_path,
     def lost(*args, **kwargs):
         raise ConnectionResetError("connection lost")
 
-    monkeypatch.setattr(wandb.Run, "log", lost)
+    monkeypatch.setattr("wandb.sdk.wandb_run.Run.log", lost)
     tracker.log(0, {"loss": 1.0})
     tracker.log(1, {"loss": 1.0})
     tracker.close(failed=False)
