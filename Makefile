@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 CONSTRAINTS ?=
+PROSE := README.md RESULTS.md CHANGELOG.md docs examples sweeps conf immunization hydra_plugins launch.py
 LOWEST := CONSTRAINTS=.ci/lowest.txt VENV=$(VENV)-lowest
 
 # Named after the content of pyproject.toml and written last: a change or an interrupted installation installs again.
@@ -42,6 +43,8 @@ lint: install
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/mypy
+	$(VENV)/bin/codespell
+	$(VENV)/bin/codespell --config docs/prose.cfg $(PROSE)
 
 format: install
 	$(VENV)/bin/ruff check --fix .

@@ -283,10 +283,10 @@ DEVELOPMENT: dict[str, Callable[[], Pair]] = {
 }
 
 HELD_OUT: dict[str, Callable[[], Pair]] = {
-    "CIFAR-10 8 x 8 grey, plane-truck": lambda: one_vs_rest(*grey("cifar10", 8), 0, 9),
-    "CIFAR-10 16 x 16 grey, cat-ship": lambda: one_vs_rest(*grey("cifar10", 16, 300), 3, 8),
-    "Caltech-101 16 x 16 grey, by class": lambda: by(grey("caltech101", 16, 30)[1] % 2 == 0, *bright("caltech101")),
-    "Imagenette 16 x 16 grey, 0-6": lambda: one_vs_rest(*grey("imagenette224", 16, 200), 0, 6),
+    "CIFAR-10 8 x 8 gray, plane-truck": lambda: one_vs_rest(*grey("cifar10", 8), 0, 9),
+    "CIFAR-10 16 x 16 gray, cat-ship": lambda: one_vs_rest(*grey("cifar10", 16, 300), 3, 8),
+    "Caltech-101 16 x 16 gray, by class": lambda: by(grey("caltech101", 16, 30)[1] % 2 == 0, *bright("caltech101")),
+    "Imagenette 16 x 16 gray, 0-6": lambda: one_vs_rest(*grey("imagenette224", 16, 200), 0, 6),
     "Imagenette, 17 statistics": lambda: one_vs_rest(
         statistics(folder("imagenette224", 64, 200)[0]), folder("imagenette224", 64, 200)[1], 3, 8
     ),

@@ -12,7 +12,7 @@ HEAD = """# Default hyper-parameters
 A method starts from its own defaults (`conf/method/`). The section for it in the file of the data set's kind
 (`conf/hparams/<kind>.yaml`), or a file of your own in its place (`hparams/<kind>/<method>.yaml`), an experiment and the
 command line override them, in this order. A data set [names its kind](components.md#data-set) in its YAML. The source
-of every value stands beside it in [conf/hparams](../conf/hparams); experiments at 128 pixels have a kind of their own,
+of every value is beside it in [conf/hparams](../conf/hparams); experiments at 128 pixels have a kind of their own,
 `resnet18_cars128`. Written by
 `python docs/hyperparameters.py`.
 

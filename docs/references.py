@@ -1,6 +1,6 @@
 """Reference tables that site.py writes into pages, from the code: `python docs/references.py attackers` prints one.
 
-A page has the line `<!-- generated: attackers -->` where the table stands in the site.
+A page has the line `<!-- generated: attackers -->` where the site has the table.
 """
 
 import re

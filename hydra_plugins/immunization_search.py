@@ -6,7 +6,7 @@ from hydra.plugins.sweeper import Sweeper
 
 
 class OptunaSweeper(Sweeper):
-    """`sweeper=optuna`; what it does stands in immunization/multirun/search.py, which loads Optuna."""
+    """`sweeper=optuna`; immunization/multirun/search.py has what it does, which loads Optuna."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options

@@ -84,7 +84,7 @@ def immunize(
     reads them anew in every epoch, in their batches. Labels of `primary_loader` are indices of the model's outputs.
 
     Gives a UserWarning if the outputs change by more than a thousandth of the largest; if harm became easier, which
-    means that a fresh linear probe on the harmful training rows comes to 90 % of the original model's best in less than
+    means that a fresh linear probe on the harmful training rows reaches 90 % of the original model's best in less than
     0.8 of its steps (`audit` measures it on held-out rows); and if the classifier of `model` is at chance on the
     primary training rows, so that there is nothing to keep. Raises ConfigError, also where a folded map would not keep
     the outputs, as behind a classifier whose weight is computed from others, and DataError.

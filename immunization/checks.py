@@ -26,7 +26,7 @@ _PACKAGE = Path(__file__).parent
 CONF = next(path for path in (_PACKAGE.parent / "conf", _PACKAGE / "conf") if path.is_dir())
 """The YAML groups: at the top of the repository, or inside the package once it is installed as a wheel."""
 SWEEPS = next(path for path in (CONF.parent / "sweeps", CONF / "sweeps") if path.is_dir())
-"""The group of named multiruns, which stands beside the others in the repository."""
+"""The group of named multiruns, which is beside the others in the repository."""
 
 NonNegative = Annotated[float, Ge(0), Lt(math.inf)]
 Positive = Annotated[float, Gt(0), Lt(math.inf)]
@@ -58,7 +58,7 @@ def snake_case(name: str) -> str:
 
 
 def read_yaml(name: str) -> dict[str, Any]:
-    """The content of conf/<name>.yaml as it stands there."""
+    """The content of conf/<name>.yaml as it is there."""
     return yaml.load((CONF / f"{name}.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
@@ -83,7 +83,7 @@ def checked(option: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
 class Component:
     """The base of what a YAML builds: annotated attributes are options with their ranges.
 
-    Their defaults stand in the YAML, for this package's classes in conf/`option`.yaml, whose keys are all that can be
+    Their defaults are in the YAML, for this package's classes in conf/`option`.yaml, whose keys are all that can be
     given; other classes, and what the YAML leaves out, have the attributes of the class. Subclasses inherit both. The
     constructor refuses what is out of range as a key of `group`, and calls `__post_init__`.
     """

@@ -1,4 +1,4 @@
-"""One run: data -> model and frozen baseline -> method -> evaluation -> attacks -> result, figures and table."""
+"""One run: data -> model and frozen baseline -> method -> evaluation -> attacks -> result, pictures and table."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -59,7 +59,7 @@ def run(
     `config` is a composed configuration, or a list of overrides as on the command line (`["dataset=mnist"]`). `folder`
     is the run folder, by default that of an override `hydra.run.dir=`, or else `outputs/<name>/<time>`. With
     `resume=true` a completed run of the same configuration in it is returned, and an interrupted one goes on from its
-    checkpoint. `quiet`, for the jobs of a sweep, prints one line instead of the table and draws figures only with
+    checkpoint. `quiet`, for the jobs of a sweep, prints one line instead of the table and draws pictures only with
     `figures=true`.
 
     `tables` are the DataFrames of dataset=arrays by task, `{"primary": frame, "harmful": frame}`. The run folder holds

@@ -1,6 +1,6 @@
 #!/bin/sh
 # The multiruns behind RESULTS.md and docs/results, then these pages: make results, or sh sweeps/results.sh [SECTION...].
-# A SECTION is what stands before the slash below. Completed jobs are kept: stop and start it at any time. QUICK=1 makes
+# A SECTION is what precedes the slash below. Completed jobs are kept: stop and start it at any time. QUICK=1 makes
 # a small form of some of them, in minutes, and a report instead of the pages.
 # Data are in the cache, or downloaded into it; HOUSE_PRICES and MNIST name folders of your own (of train.csv, and of
 # MNIST/raw). The nets read images and weights from IMMUNIZATION_DATA_ROOT (docs/install.md).

@@ -55,6 +55,17 @@ def test_the_page_of_the_python_interface_is_complete() -> None:
     assert sorted(shown) == immunization.__all__
 
 
+def test_the_linter_has_the_words_of_the_style_sheet() -> None:
+    """`make lint` runs codespell with docs/words.txt, a word and what to write for it in each line."""
+    style = (ROOT / "docs" / "contributing.md").read_text().partition("**Words.**")[2]
+    table, _, idioms = style.partition("`make lint`")[0].partition("**No idioms**")
+    named = {*re.findall("`([^`]+)`", "".join(row.split("|")[3] for row in re.findall(r"^\|.*\|$", table, re.M)))}
+    named |= {*re.findall("`([^`]+)`", idioms)}
+    words = dict(line.split("->") for line in (ROOT / "docs" / "words.txt").read_text().splitlines())
+    assert len(named) > 10
+    assert named <= set(words)
+
+
 def test_hyperparameters_page_is_current() -> None:
     spec = importlib.util.spec_from_file_location("hyperparameters", ROOT / "docs" / "hyperparameters.py")
     module = importlib.util.module_from_spec(spec)

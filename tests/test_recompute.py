@@ -27,7 +27,7 @@ pytestmark = pytest.mark.trains
 
 QUICK = ("tracker=none", "figures=false", "method.epochs=8")
 FEW = (*QUICK, "evaluation.norm_ratio.steps=30", "~evaluation.leak")
-"""Without `leak`, whose labelled rows are drawn by torch."""
+"""Without `leak`, whose labeled rows are drawn by torch."""
 
 
 def regression(rng: np.random.Generator, n: int, noise: float = 0.1) -> tuple[np.ndarray, np.ndarray]:

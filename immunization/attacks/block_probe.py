@@ -33,7 +33,7 @@ from immunization.models.chain import Network, norms_of
 from immunization.runs.records import Stage
 
 OUTPUTS = "outputs"
-"""A victim keeps outputs of blocks as (OUTPUTS, net, renewed, what, stage): what is `TWICE`, `TILES` or ""."""
+"""A `Victim` keeps outputs of blocks as (OUTPUTS, net, renewed, what, stage): what is `TWICE`, `TILES` or ""."""
 
 WEIGHTS = 0
 """Seed of a random net."""

@@ -35,7 +35,7 @@ class FineTune(Attack):
 
     `scope`: `full`, the whole net and the map behind it, if there is one, `last`, its last block and the map, `head`,
     `trained`, what was immunized, or the name of a block or a stage (`layer4`, `blocks.9`), with which all from there
-    on is meant. With the last two, what stands before is passed once. Features are scaled to a mean square of 1 at the
+    on is meant. With the last two, what precedes them is passed once. Features are scaled to a mean square of 1 at the
     start, by one factor; the head starts at 0. The trained part is in train mode. The clipped gradient of a mini-batch
     is one step. `schedule`, `head_first`, `decay`, `average`, `mirror` and `smoothing` are those of a `Recipe`.
 
@@ -115,7 +115,7 @@ class FineTune(Attack):
         return [recipe for recipe in dict.fromkeys(own + others) if recipe.rate > 0]
 
     def network(self, victim: Victim, stage: Stage, part: str) -> Network:
-        """The net whose `part` is trained; what stands before it is as the victim has it."""
+        """The net whose `part` is trained; what precedes it is as in the released model."""
         return victim.network(stage, self.precision)
 
     def teacher(self, victim: Victim, stage: Stage) -> Network | None:
@@ -207,7 +207,7 @@ class Pruned(FineTune, group="attack.pruned"):
 
 
 class FreshPart(FineTune, group="attack.fresh_part"):
-    """A part of the net drawn anew, and then trained, behind what stands before it: nothing of the part is used."""
+    """A part of the net drawn anew, and then trained, behind what precedes it: nothing of the part is used."""
 
     def trains_all(self, victim: Victim) -> bool:
         return False

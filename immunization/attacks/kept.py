@@ -44,7 +44,7 @@ class KeptCurves:
     - from the folder `baselines`, with a file for each key of all that decides the curves beside the attack: the
       baseline's net, features and labels, the code in `DECIDE` and the machine's arithmetic.
     - from the file `published`, of nets only, with those of one track for every machine: the suite's `version` takes
-      the place of code and arithmetic, and stands before the data, the task, the net (with hashes of images and labels,
+      the place of code and arithmetic, and precedes the data, the task, the net (with hashes of images and labels,
       and of weights), the attack and its options.
 
     Damaged files are as good as none. `makers`: who made the curves of the baseline.

@@ -104,7 +104,7 @@ class ProbeCurves:
         self.done = 0
 
     def due(self, step: int) -> bool:
-        """Whether `step` has come to the next one of the grid."""
+        """Whether `step` has reached the next one of the grid."""
         return self.done < len(self.grid) and step >= self.grid[self.done]
 
     def record(self, step: int, weights: Tensor, passes: float | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""One attack on every stage of a victim: its place between guessing and the baseline's best, and its records."""
+"""One attack on every stage of a model: its place between guessing and the baseline's best, and its records."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class Outcome:
 
     @property
     def telling(self) -> bool:
-        """Whether the attack works on the baseline, so that its figures say something of theta_I."""
+        """Whether the attack works on the baseline, so that its numbers say something of theta_I."""
         return not self.failed and not self.at_chance
 
     @property
@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def capped(self) -> bool:
-        """Whether the attack works on the baseline and does not come to the bar on theta_I within its steps."""
+        """Whether the attack works on the baseline and does not reach the bar on theta_I within its steps."""
         return self.telling and not self.blind and reached(self.after, self.bar) is None
 
 

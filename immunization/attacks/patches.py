@@ -39,7 +39,7 @@ class Patches(nn.Module):
     """Whitened patches of images [N, C, H, W], drawn at random, as the filters of one convolution.
 
     Every patch is first brought to mean 0 and variance 1. Maps [N, 2 FILTERS, h, w] have by how much its inner product
-    with a filter is above the threshold, and below its negative (Coates and Ng, The importance of encoding versus
+    with a filter is above `self.threshold`, and below its negative (Coates and Ng, The importance of encoding versus
     training with sparse coding and vector quantization, ICML 2011). All of it in the dtype of the images.
     """
 

@@ -58,13 +58,13 @@ class ReadWeights(Predictor, group="attack.read_weights"):
 
 
 class Spread(Predictor, group="attack.spread"):
-    """Label spreading (Zhou et al., 2004) from the attacker's labelled rows over training rows without a label.
+    """Label spreading (Zhou et al., 2004) from the attacker's labeled rows over training rows without a label.
 
     Rows are whitened by the scatter of near neighbours, which stands for that within classes, centered, and scaled to
     length 1. Each has an edge to its `neighbours` nearest ones. With the normalized graph S and labels Y, scores are
     (I - alpha S)^-1 Y for each of `alphas`, and a held-out row takes those of its neighbours; alpha = 0 is the nearest
     mean of a class. This is done on all features and, before a map, on what lies on either side of its widest gap, too;
-    validation rows choose. At most `most` training rows are used, labelled ones first, evenly spaced. Classes only.
+    validation rows choose. At most `most` training rows are used, labeled ones first, evenly spaced. Classes only.
     """
 
     setting_name, tries = "alpha", "alphas"

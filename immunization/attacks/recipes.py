@@ -19,7 +19,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 Norms = Literal["train", "eval"]
 
 WHOLE = ("head", "last", "full")
-"""Parts with which every step passes the whole net; with others, what stands before them is passed once."""
+"""Parts with which every step passes the whole net; with others, what precedes them is passed once."""
 
 WEIGHT_DECAY = {"sgd": 0.0, "adamw": 0.01}
 """The fixed grids': torch's defaults. Of others it is 0."""

@@ -59,7 +59,7 @@ UNREAD = (
     "{:.0%} of the net's operations are done before what was changed begins, and attackers can read no block there: "
     "what they find without it says too little"
 )
-"""Why nothing is said of the worth of a model whose first part nobody could read."""
+"""Why the worth of a model whose first part no attacker could read is unknown."""
 
 TRANSFERRED = {f"worth/{key}": f"transfer/{key}" for key in ("before", "after", "without", "lost")}
 """What of the worth of a model is measured of a benign task, and its name there."""

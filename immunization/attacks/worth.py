@@ -213,5 +213,5 @@ def put(worth: Worth, measures: Measures, role: Role, images: int | None = None)
     if worth.ceiling and worth.removed and worth.ceiling.low > 0:
         measures.put("ceiling/worth_attained", worth.removed.value / worth.ceiling.value, **of)
     elif worth.ceiling:
-        reason = "what stands before the immunized part serves as well as the whole net"
+        reason = "what precedes the immunized part serves as well as the whole net"
         measures.miss(reason, "ceiling/worth_attained", **of)

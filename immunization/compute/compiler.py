@@ -10,7 +10,7 @@ NAME = "torch._dynamo"
 
 
 class Compiler(ModuleType):
-    """Stands for `torch._dynamo` until more is asked of it than optimizers do; then that is imported in its place."""
+    """A placeholder for `torch._dynamo`, which is imported when more than what optimizers need is asked of it."""
 
     @staticmethod
     def graph_break(*_: Any) -> None:

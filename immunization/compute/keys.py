@@ -69,7 +69,7 @@ def _add(digest: Any, part: object) -> None:
 def net(modules: Iterable[Callable[[Tensor], Tensor]], forward: Callable[[Tensor], Tensor], sample: Tensor) -> str:
     """The key of modules (and of nets behind bound methods) that `forward` passes inputs like the `sample` through.
 
-    Of its classes, tensors and options, and of what it makes of the sample, in the bits of this machine.
+    Of its classes, tensors and options, and of what it makes of an input, in the bits of this machine.
     """
     parts = [part if isinstance(part, nn.Module) else part.__self__ for part in modules]
     with randomness.isolated_rng(), torch.no_grad():

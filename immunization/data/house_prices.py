@@ -44,7 +44,7 @@ CATEGORICAL = """
     BsmtExposure BsmtFinType1 BsmtFinType2 Heating HeatingQC CentralAir Electrical KitchenQual Functional FireplaceQu
     GarageType GarageFinish GarageQual GarageCond PavedDrive PoolQC Fence MiscFeature SaleType SaleCondition
 """.split()  # noqa: SIM905
-# "None" is a level of MasVnrType, but pandas from 2.0 on reads it as missing, and so do the published figures.
+# "None" is a level of MasVnrType, but pandas from 2.0 on reads it as missing, and so do the published numbers.
 MISSING = ("", "NA", "None")
 KAGGLE = "https://www.kaggle.com/c/house-prices-advanced-regression-techniques/data"
 AUTHORS = {"train": slice(0, 200), "val": slice(200, 250), "test": slice(250, 300)}

@@ -292,7 +292,7 @@ def evenly(count: int, most: int) -> Tensor:
 
 
 def _sketch(values: Tensor) -> tuple[float, float, float]:
-    """How many, their norm, and the share of it along a fixed direction, which tells what stands where."""
+    """How many, their norm, and the share of it along a fixed direction, which tells rows in another order."""
     values = values.detach().cpu().double().flatten()
     direction = torch.randn(len(values), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     norm = torch.linalg.vector_norm(values).item()

@@ -288,7 +288,7 @@ def tokenized(
 ) -> tuple[TextPair, dict[str, Any]]:
     """`pair` as a net reads it that has its tokenizer in `folder`, and takes the fields `takes` of `most` tokens.
 
-    Texts are padded to the longest one of all tasks, or cut off at `dataset.tokens` or `most`; how many are is said.
+    Texts are padded to the longest one of all tasks, or cut off at `dataset.tokens` or `most`; a warning says how many.
     The second is the net's data config: the size of an input, and the names of its fields in their order. Raises
     ConfigError for a folder without a tokenizer or with one of more than the net's `words`, and for more tokens than
     the net takes, or so few that no word is read.

@@ -28,7 +28,7 @@ from immunization.theory.spectrum import EPS32
 GRID = step_grid(20)
 """Steps at which a harmful probe is measured, as by default in `LearningCurves`."""
 FEW, RIDGE = 5, 0.1
-"""Labelled images of a class, and the ridge relative to lambda_1, of the attacker with few images."""
+"""Labeled images of a class, and the ridge relative to lambda_1, of the attacker with few images."""
 
 
 class Deployment(Component, group="evaluation.deployment"):

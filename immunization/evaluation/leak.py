@@ -26,9 +26,9 @@ from immunization.theory.statistics import Estimate, estimate
 MORE = 4
 """Directions more than the task has classes, up to which the smallest and the largest ones of a map are read."""
 TELLING = 0.1
-"""AUC above that of random directions from which a direction read from the weights is said to tell the task."""
+"""AUC above that of random directions from which on a direction in the weights counts as telling the task."""
 WORTH = 0.02
-"""Accuracy that the map adds, with few labels, from which it is said to tell the task."""
+"""Accuracy that the map adds, with few labels, from which on it counts as telling the task."""
 
 
 def bases(theta: Tensor | None, rows: Tensor, most: int) -> list[Tensor | None]:
@@ -51,7 +51,7 @@ def readings(
 ) -> Tensor:
     """Predictions [..., R, V + T, outputs] for each ridge, of that basis of `read` which is best on validation rows.
 
-    `train` [..., N, D] and `y` [..., N] are labelled rows of each draw, `held_out` [V + T, D] those of validation, V,
+    `train` [..., N, D] and `y` [..., N] are labeled rows of each draw, `held_out` [V + T, D] those of validation, V,
     and test.
     """
     targets, val = task.targets(y.flatten()).unflatten(0, y.shape), held_out[: len(task.val)]
@@ -77,7 +77,7 @@ class Leak(Component, group="evaluation.leak"):
 
     `leak/auc`: the mean AUC of directions drawn from the subspace with the smallest or the largest singular value,
     whichever tells more, without any label; `leak/auc_random`: that of directions drawn from all features.
-    `leak/worth_<n>`, with `n` labelled rows of each class: test accuracy (or R^2) of the best ridge regression with the
+    `leak/worth_<n>`, with `n` labeled rows of each class: test accuracy (or R^2) of the best ridge regression with the
     map's directions (`leak/with_<n>`) less that with a map of the same singular values along random directions
     (`leak/without_<n>`), mean over `draws`, with its interval. Either attacker may also take all features or their
     principal directions; validation rows choose ridge and subspace. Flag `weights_tell_the_task`: AUC or worth is
@@ -165,7 +165,7 @@ def _auc(task: Task, rows: Tensor, basis: Tensor) -> float:
 def _told(task: Task, labels: int, after: Tensor, before: Tensor, worth: Estimate) -> str:
     """A sentence's part: what few labels reach with the weights and without."""
     return (
-        f"with {labels} labelled {'row' if labels == 1 else 'rows'}{' of each class' * bool(task.classes)} an attacker "
+        f"with {labels} labeled {'row' if labels == 1 else 'rows'}{' of each class' * bool(task.classes)} an attacker "
         f"has {task.measure_name} {after.mean().item():.2f} with the map's weights and {before.mean().item():.2f} "
         f"without ({worth.low:+.2f} to {worth.high:+.2f})"
     )

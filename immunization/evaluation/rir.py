@@ -146,7 +146,7 @@ class RelativeRatio:
 
 
 class SampledRatio(Component, group="evaluation.sampled"):
-    """RIR as the paper takes it for deep nets: groups of samples, in the released code's convention, under `authors/`.
+    """RIR as the paper takes it for deep nets: groups of rows, in the released code's convention, under `authors/`.
 
     kappa is the mean over `groups` disjoint groups of `samples` training rows each, the same before and after. Where a
     task has rows for fewer groups, these are used and flagged. Linear models have no such measures.

@@ -40,7 +40,7 @@ class Selectivity(Component, group="evaluation.selectivity"):
     `selectivity/<layer>/lost`: by the best weights for that (`lost`), the share of the variance of other
     images' outputs that is lost where a quarter of that of harmful images is left. Half the weights, which a ridge
     doubles again, lose a quarter, too. `selectivity/<layer>/switched`: the share of other images' places that a
-    threshold on the best linear unit switches off with .9 of the harmful ones; .9 if it cannot tell them apart.
+    cut on the best linear unit switches off with .9 of the harmful ones; .9 if it cannot tell them apart.
 
     Other images are those of D_P and dataset.keep_root. Up to `images` training images of either kind are read at
     `places` drawn at random. Every second image chooses weights and unit, the others are measured. Linear layers and
@@ -138,7 +138,7 @@ def lost(weight: Tensor, kept: Tensor, harmful: Tensor, share: float, held_out: 
 
 
 def switched(kept: Tensor, harmful: Tensor, covariances: tuple[Tensor, Tensor], share: float, ridge: float) -> float:
-    """Share of `kept` inputs [2, N, D] beyond the threshold that a `share` of `harmful` ones [2, M, D] is beyond.
+    """Share of `kept` inputs [2, N, D] beyond the cut that a `share` of `harmful` ones [2, M, D] is beyond.
 
     Along Fisher's linear discriminant of the first rows of both, whose `covariances` are given, with a ridge relative
     to the mean variance; counted in the second ones. A ReLU behind this direction would switch them off with the

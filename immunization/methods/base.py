@@ -349,6 +349,6 @@ class Identity(Untrained):
 
 
 class Unmodified(Method):
-    """The model as it stands, for `immunize=false`: an audit of weights that were immunized before."""
+    """The model as it is, for `immunize=false`: an audit of weights that were immunized before."""
 
     several = True

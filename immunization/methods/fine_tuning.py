@@ -55,7 +55,7 @@ class AgainstFineTuning(AgainstAttacker):
     ) -> tuple[list[Tensor], Tensor]:
         """The gradient by theta of `loss` (logits, labels) of held-out rows, and its value, after steps at `rate`.
 
-        Both are sums over the attacker's steps, with one of `weights` each; a gradient is taken where the copy stands
+        Both are sums over the attacker's steps, with one of `weights` each; a gradient is taken at the copy
         (first order). The first batch is `harmful`, the others are drawn from `task`.
         """
         parameters = model.trained()
@@ -162,7 +162,7 @@ class TAR(AgainstFineTuning):
 
     theta_k is the attacker's copy of theta after k of K = `inner_steps` steps, at one of `inner_lrs`, drawn anew for
     every batch; L_TR is the negative entropy of their predictions for held-out rows, and w_k = exp(`late` (k - K)). Its
-    gradient is taken where the copy stands, and applied to theta (first order).
+    gradient is taken at the copy, and applied to theta (first order).
 
     From the paper and its code, which are about language models: this loss, tamper = 4, late = 1/16, and rates of the
     attacker in the ratio 1 : 10 : 20. Ours: K = 8, not 64; the attacker has a fresh head, which is fitted first,

@@ -17,7 +17,7 @@ from immunization.theory.optimal_map import conditioned
 BOUND = 0.99
 """Largest ratio (ii) of `hold_primary="auto"`."""
 MARGIN = 0.01
-"""The controller aims at log (ii) this much below the bound, so that it comes to rest on the right side."""
+"""The controller aims at log (ii) this much below the bound, so that it settles on the right side."""
 PACE, REACTION, LARGEST = 2.0, 10.0, 0.3
 """Integral gain, proportional gain, and the value at which the violation |log (ii) - target| is clipped."""
 HIGHEST = 6.0

@@ -117,7 +117,7 @@ class Adapted(nn.Module):
             fuse = "; its fuse() may make one of them" if hasattr(self.body, "fuse") else ""
             raise ConfigError(
                 f"{self.pretrained_cfg['architecture']} sums the outputs of {' and '.join(self.paths)}, which read "
-                f"different features: no single linear map stands before both. Methods that train layers work{fuse}"
+                f"different features: no single linear map is before both. Methods that train layers work{fuse}"
             )
         return Place("features", convolution=False, stripped_by="replacing the classifier", before=True)
 

@@ -1,4 +1,4 @@
-"""Operations, constants and tensors of a deployed net, recorded in passes."""
+"""Operations, constants and tensors of an exported net, recorded in passes."""
 
 import re
 from collections.abc import Collection, Sequence

@@ -68,7 +68,7 @@ class Block:
 class Found:
     """What one pass shows of a net, by names of modules.
 
-    `blocks` stand in the order in which they end. `outputs` has these and all other modules that give such a tensor,
+    `blocks` are in the order in which they end. `outputs` has these and all other modules that give such a tensor,
     `begins` the moment at which each module that ran began first.
     """
 
@@ -82,7 +82,7 @@ class Found:
         return _innermost(self.blocks)
 
     def begin(self, name: str) -> Moment:
-        """When a module first begins, or what is inside of one that is never called; else what it stands in does."""
+        """When a module first begins, or what is inside of one that is never called; else its container does."""
         inside = [moment for other, moment in self.begins.items() if f"{other}.".startswith(f"{name}.")]
         if inside or not name:
             return min(inside, default=Moment(0, 0.0))

@@ -250,7 +250,7 @@ class Network(nn.Module):
         return [*later(self.whole.net, ""), *filter(None, [self.map])]
 
     def _ends(self) -> list[nn.Module]:
-        """What stands behind all units: modules of the net that are in none, and the map."""
+        """What follows all units: modules of the net that are in none, and the map."""
         inside = {unit.partition(".")[0] for unit, _ in self.units}
         ends = [module for name, module in self.whole.net.named_children() if name not in inside]
         return ends if self.map is None else [*ends, self.map]

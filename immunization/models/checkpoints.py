@@ -36,7 +36,7 @@ REMEDY = "save the weights with torch.save(model.state_dict(), ...) or as safete
 
 
 class _Nothing:
-    """Stands in for an object that is no weight: its arguments and its state are thrown away."""
+    """Replaces an object that is no weight: its arguments and its state are thrown away."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -47,7 +47,7 @@ class _Nothing:
 
 
 class _Plain:
-    """Stands in for a kind of dict, whose entries a plain one takes."""
+    """Replaces a kind of dict; a plain one takes its entries."""
 
     def __new__(cls, *_: object) -> dict:  # type: ignore[misc]
         return {}
@@ -95,7 +95,7 @@ def state_in(path: Path, unwrap: bool = True) -> tuple[dict[str, Tensor], str]:
 
 
 def unwrapped(path: Path, state: dict[str, Tensor], lightning: bool = False) -> dict[str, Tensor]:
-    """The tensors by the names that the net itself has for them; raises DataError where two come to have one.
+    """The tensors by the names that the net itself has for them; raises DataError where two get the same.
 
     `lightning`: they are of a LightningModule, of which the net may be one part.
     """

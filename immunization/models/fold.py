@@ -43,10 +43,10 @@ class LinearMap(nn.Module):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a map stands: behind the module `name`, over channels [N, D, H, W] (`convolution`) or the last axis.
+    """The place of a map: behind the module `name`, over channels [N, D, H, W] (`convolution`) or the last axis.
 
     `stripped_by`: the function of timm that throws this module away, and the map with it; None where none does.
-    `before`: it stands in front of the module, which is a classifier.
+    `before`: it is in front of the module, which is a classifier.
     """
 
     name: str

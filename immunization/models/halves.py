@@ -19,7 +19,7 @@ WORTHWHILE = 0.7
 
 
 class Reached(Exception):
-    """A pass has come to a block, which reads this."""
+    """A pass has reached a block, which reads this."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()

@@ -324,7 +324,7 @@ def preprocessing(config: dict[str, Any], pair: ImagePair, task: ImageTask, trai
 
 
 def room_for(pair: ImagePair) -> AbstractContextManager[None]:
-    """Inside, a GPU that is too small for a batch without gradients is said to be so."""
+    """Inside, an error names the batch size where a GPU is too small for a batch without gradients."""
     return gpu_memory(f"dataset.batch_size={pair.batch_size} inputs", "lower it")
 
 

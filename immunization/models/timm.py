@@ -43,7 +43,7 @@ from immunization.theory.spectrum import triangular_factor
 log = logging.getLogger(__name__)
 
 MOST_IN_LAST = 0.4
-"""Share of a net's weights above which its last block is said to be large."""
+"""Share of a net's weights above which its last block counts as large."""
 
 
 ROWS = 16

@@ -3,7 +3,7 @@
 The facts of a net: `architecture` and `arguments` for timm.create_model (`timm` false: of another library, see
 models/libraries.py, or a class of the caller's own), `data_config`, `weights` and their `license`; `dtype` of the
 tensors and `computed_in`; `head_bias`, false where the classifier has none. A net with a folded map also has `fold`,
-the module it stands behind, or `before` true (a list of them for several classifiers), its `layer`, `stripped_by` and
+the module it is behind, or `before` true (a list of them for several classifiers), its `layer`, `stripped_by` and
 `rounding`; `immunized_by` is the recipe of a net that was saved from Python. A linear map has none.
 """
 
@@ -315,7 +315,7 @@ def rounding_error(model: Model, features: Tensor, dtype: torch.dtype) -> float:
     """max |y_rounded - y| / max |y| over the outputs y of `features` [n, D] by the map theta and its inverse.
 
     y is computed in the model's own dtype; y_rounded with theta and the head rounded to `dtype`, in which all is
-    computed then, as it is by whoever loads the file.
+    computed then, as it is where the file is loaded.
     """
     exact, bias = model.logits(features), model.head.bias
     theta, weight = model.linear_map().to(dtype), model.head.weight.to(dtype)

@@ -29,7 +29,7 @@ from immunization.runs.filenames import LOST, OVERRIDES, RUN_LOG
 from immunization.training.signals import end_at_once
 
 PATIENCE = 30.0
-"""Seconds that jobs wait in Slurm's queue before it is said why."""
+"""Seconds that jobs wait in Slurm's queue before a message says why."""
 FAREWELL = 20.0
 """Seconds that jobs which were told to stop have for a checkpoint before the command ends without them."""
 QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")

@@ -194,7 +194,7 @@ class Search:
         self.study.tell(trial, values)
 
     def folder_of(self, job: Sequence[str]) -> Path | None:
-        """The run folder of a job, by the overrides that stand in it."""
+        """The run folder of a job, by the overrides that it has."""
         for path in self.folder.iterdir():
             if path not in self.folders and (words := rows.overrides_of(path)):
                 self.folders[path] = rows.job(words, self.ignored)

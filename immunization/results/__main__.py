@@ -1,7 +1,7 @@
-"""`python -m immunization.results PATH...`: tables, figures and one report of any number of run folders.
+"""`python -m immunization.results PATH...`: tables, pictures and one report of any number of run folders.
 
 `python -m immunization.results rows PATH...` writes runs of the leaderboard's tracks as rows, one file each;
-`python -m immunization.results leaderboard` makes tables, figures and a page of them.
+`python -m immunization.results leaderboard` makes tables, pictures and a page of them.
 `python -m immunization.results pages` fills in RESULTS.md and docs/results from the runs of `make results`.
 """
 
@@ -111,7 +111,7 @@ def _tidy(folder: Path, written: Iterable[Path]) -> None:
 
 
 def _log(options: argparse.Namespace, collection: Collection, parts: list[Section], *made: list[Path] | Path) -> None:
-    """A summary run on W&B with every table, all runs with their measures, every figure and the report."""
+    """A summary run on W&B with every table, all runs with their measures, every picture and the report."""
     from immunization.runs.tracker import Guarded
     from immunization.runs.wandb_tracker import Wandb
 

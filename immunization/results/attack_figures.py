@@ -14,7 +14,7 @@ IMAGES = ((INK, "o"), ("#E69F00", "s"), ("#56B4E9", "^"))
 
 INCHES_A_LETTER = 0.08  # of names in letters of 9 points
 NARROW = 0.01
-"""Of the primary measure, to both sides of none lost, figures show at least so much: less is rounding."""
+"""Of the primary measure, to both sides of none lost, pictures show at least so much: less is rounding."""
 
 
 def attack_costs(setting: Setting, name: str) -> Plot | None:

@@ -1,6 +1,6 @@
 """Blocks of RESULTS.md and of docs/results: what is written into a page from run folders.
 
-A block stands between the lines `<!-- results FOLDER: WORDS -->` and `<!-- /results -->`; FOLDER lies in the folder of
+A block is between the lines `<!-- results FOLDER: WORDS -->` and `<!-- /results -->`; FOLDER lies in the folder of
 all runs. After the number of runs come what WORDS choose: `summary`, `tables` with `by=MEASURE` for one more objective,
 and `figures` or kinds of them (`figure2`). All else on a page is written by hand. A block whose runs are not there is
 left as it is.

@@ -79,7 +79,7 @@ class Run:
 
     @cached_property
     def group(self) -> str:
-        """What has to agree for runs to stand in one table: the data and its preparation, model and evaluation.
+        """What has to agree for runs to be in one table: the data and its preparation, model and evaluation.
 
         Of audits not the checkpoint: they compare some.
         """

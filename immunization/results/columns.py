@@ -378,7 +378,7 @@ MEASURES = [
     Column(REMOVED, "worth removed", middle),
     Column(Query("leak/worth", "harmful", images=1), "told by the weights, 1 label", middle),
 ]
-"""Measures that stand in every table and list, on the screen and in the model card."""
+"""Measures that are in every table and list, on the screen and in the model card."""
 
 OVERVIEW = [
     Column(NOTHING, "method", label),
@@ -576,7 +576,7 @@ def board_columns(benign: Collection[Role]) -> list[Column]:
 
 
 def published(run: Run) -> dict[str, Any]:
-    """Figures of the paper for a run's data and model, by method and measure; empty without such a table."""
+    """The paper's numbers for a run's data and model, by method and measure; empty without such a table."""
     name = str(run.settings.get("model.name", "")).rpartition("/")[2].partition(".")[0]  # without hub and training
     model = next((key for key, names in _paper()["models"].items() if name in names), None)
     return _paper().get(f"{run.result.dataset}/{model}" if model else run.result.dataset, {})

@@ -1,4 +1,4 @@
-"""How values are shown, on the screen, in tables and in figures."""
+"""How values are shown, on the screen, in tables and in pictures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The leaderboard, made from its rows: a table and a figure per track, a part of a Markdown page, and its own page."""
+"""The leaderboard, made from its rows: a table and a picture per track, a part of a Markdown page, and its own page."""
 
 import math
 import re
@@ -131,7 +131,7 @@ def weaker(attacks: Mapping[str, Any], strongest: Mapping[str, Any]) -> str:
 
 
 def sections(collection: Runs) -> list[Section]:
-    """A table and a figure per track, suite and data; rows that are not comparable follow with theirs."""
+    """A table and a picture per track, suite and data; rows that are not comparable follow with theirs."""
     made, groups = [], tracks(collection)
     for group in sorted(groups, key=lambda rows: rows[0].first.track):
         worth, track = measure(group), group[0].first.track

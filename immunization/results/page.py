@@ -1,4 +1,4 @@
-"""report.html: tables, figures, attacks and every problem, in one file that needs no network."""
+"""report.html: tables, pictures, attacks and every problem, in one file that needs no network."""
 
 import math
 import os
@@ -45,7 +45,7 @@ REPORT = "report.html"
 LISTED = (RATIO_HARMFUL, RATIO_PRIMARY, RIR, RIR._replace(split="test"), authors(RIR), HARMFUL_STEPS)
 """Measures in the report's list of runs, before MEASURES."""
 FIRST = ("_lambdas", "_pareto")
-"""Ends of the names of figures that stand before the tables of a page."""
+"""Ends of the names of pictures that stand before the tables of a page."""
 LACKING = (
     "no ★ for: what does not hold in every run: (i) > 1, Definition 3.1, harmful steps > 1 and beyond doubt, primary "
     "steps ≤ 1; ?: unknown."
@@ -64,7 +64,7 @@ ATTACK_NOTES = (
 
 @dataclass
 class Audit:
-    """The attacks on one setting: the verdict, the table and the figure of them, the audited model and the flags."""
+    """The attacks on one setting: the verdict, the table and the picture of them, the audited model and the flags."""
 
     setting: Setting
     table: Table
@@ -105,10 +105,10 @@ class Audit:
 
 @dataclass
 class Section:
-    """The runs of one group, with tables (the comparison first), figures and audits.
+    """The runs of one group, with tables (the comparison first), pictures and audits.
 
     A terminal shows `brief` instead of the tables, where there is one, and `conclusion` below it. Each line of `legend`
-    stands once, below all sections.
+    is there once, below all sections.
     """
 
     group: list[Setting]
@@ -121,7 +121,7 @@ class Section:
 
     @property
     def first(self) -> list[Plot]:
-        """Figures that a page shows before its tables."""
+        """Pictures that a page shows before its tables."""
         return [plot for plot in self.plots if plot.name.endswith(FIRST)]
 
     @property
@@ -304,7 +304,7 @@ def _code(text: str) -> Markup:
 
 
 def markdown(parts: Iterable[Section], pictures: dict[str, str], command: str) -> str:
-    """The tables as one document, each with its command; `pictures` maps figures to their paths."""
+    """The tables as one document, each with its command; `pictures` maps each picture to its path."""
     lines = ["# Results", "", f"Written by `{command}`. Do not edit by hand.", ""]
     for part in parts:
         lines += [*(table.markdown() for table in part.every_table), f"Source: {_source(part.runs)}", ""]

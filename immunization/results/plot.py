@@ -1,4 +1,4 @@
-"""What all figures share: a figure with its name and caption, axes of fixed size, colors and lines."""
+"""What all pictures share: a picture with its name and caption, axes of fixed size, colors and lines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 INK = "#222222"
-"""Takes the color of the page's text in the report, so that figures can be read on dark pages too."""
+"""Takes the color of the page's text in the report, so that pictures can be read on dark pages too."""
 PALETTE = tuple(METHODS.values())
 LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)), (0, (3, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -40,12 +40,12 @@ NEAR = 64
 """Between colors, of 255 a channel; less is not told apart for sure."""
 
 LINE, LETTER, HANDLE = 0.22, 0.075, 0.7
-"""Inches that a line of a legend takes, a letter of it, and what stands before its text."""
+"""Inches that a line of a legend takes, a letter of it, and what precedes its text."""
 
 
 @dataclass
 class Plot:
-    """A figure with a file name and what to read from it."""
+    """A picture with a file name and what to read from it."""
 
     name: str
     caption: str
@@ -96,7 +96,7 @@ def plain_text(figure: Figure) -> None:
 
 @contextmanager
 def inked() -> Iterator[None]:
-    """Figures made within have all of their text and axes in INK."""
+    """Pictures made within have all of their text and axes in INK."""
     import matplotlib
 
     names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")

@@ -1,4 +1,4 @@
-"""The rows of the leaderboard: one JSON file per run of a track, from which its tables, figures and page are made."""
+"""The rows of the leaderboard: one JSON file per run of a track, from which its tables, pictures and page are made."""
 
 import json
 import re
@@ -26,7 +26,7 @@ HEADLINES = (
     *("definition/immunized", "steps_ratio", "other_classes/accuracy", "other_classes/accuracy_enlarged"),
     *("ceiling/worth", "worth/before", "worth/removed", "worth/theta_0", "transfer/before", "transfer/after"),
 )
-"""Measures that rows keep: of these, and of what `_headlines` adds, the leaderboard's tables and figures are made."""
+"""Measures that rows keep: of these, and of what `_headlines` adds, the leaderboard's tables and pictures are made."""
 LOCAL = re.compile(r"""(?<![^\s"'=\[(,:])(?:file://)?~?/(?!/)[^\s"'`,;\])]+""")
 """A path of this machine."""
 

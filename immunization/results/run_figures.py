@@ -1,6 +1,6 @@
-"""The figures of a run, made from result.json and metrics.jsonl alone, so that they can be drawn again at any time.
+"""The pictures of a run, made from result.json and metrics.jsonl alone, so that they can be drawn again at any time.
 
-One color a task in every figure (Okabe and Ito's palette, safe for color-blind readers); the immunized extractor is
+One color a task in every picture (Okabe and Ito's palette, safe for color-blind readers); the immunized extractor is
 a solid line, the baseline a dashed one.
 """
 
@@ -55,7 +55,7 @@ DPI = 100
 
 
 def draw(result: Result, folder: str | Path) -> list[Path]:
-    """Draw every figure that the run has curves for into `folder`, as PNG and SVG; return the PNG paths."""
+    """Draw every picture that the run has curves for into `folder`, as PNG and SVG; return the PNG paths."""
     folder = Path(folder)
     figures = {"norm_ratio": norm_ratio(result.curves), "spectra": spectra(result.curves)}
     figures |= {"learning_curves": learning_curves(result), "history": history(tracker.history(folder))}

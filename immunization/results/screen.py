@@ -1,4 +1,4 @@
-"""The end of a run: its sheet or line on the terminal, figures, an audit's page, and the end of its trackers."""
+"""The end of a run: its sheet or line on the terminal, pictures, an audit's page, and the end of its trackers."""
 
 import logging
 import sys
@@ -65,7 +65,7 @@ def present(
 ) -> None:
     """Print, draw and write what `result` holds, and close the trackers; nothing that fails here fails the run.
 
-    `quiet` prints one line instead of the table, and draws figures only with `figures=True`.
+    `quiet` prints one line instead of the table, and draws pictures only with `figures=True`.
     """
     with _harmless("the table cannot be printed"):  # first: the rest takes seconds
         if quiet:

@@ -272,7 +272,7 @@ def authors(of: Query) -> Query:
 
 
 def by_authors(group: Sequence[Setting]) -> bool:
-    """Whether the data are prepared as the authors': the paper's figures, to compare with, are by their kappa."""
+    """Whether the data are prepared as the authors': the paper's numbers, to compare with, are by their kappa."""
     return bool(group) and str(group[0].first.settings.get("dataset.protocol")).startswith("authors")
 
 

@@ -1,6 +1,6 @@
-"""Figures over many runs: the paper's Figs. 1 to 3, the map of both lambdas, and trade-offs.
+"""Pictures over many runs: the paper's Figs. 1 to 3, the map of both lambdas, and trade-offs.
 
-A method has the same color in every figure, its settings shades of it. Data, seeds and runs stand above each.
+A method has the same color in every picture, its settings shades of it. Data, seeds and runs stand above each.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 SATURATED = 2.0
 """Heat maps of log10 RIR have their full colors from here on: RIR 100, more than the paper reports on average."""
 MOST = 8
-"""A figure of curves shows at most this many settings, those with the largest objective; a legend names as many."""
+"""A picture of curves shows at most this many settings, those with the largest objective; a legend names as many."""
 WEIGHTS = ("method.lambda_H", "method.lambda_P")
 COLUMNS = 3
 """Heat maps side by side."""
 ALIKE = 1.01
-"""Ratios that differ by no more than this factor are one value to a figure."""
+"""Ratios that differ by no more than this factor are one value to a picture."""
 BANDS = 3
 """More settings than this have no bands, which would merge."""
 _HOW = f"Medians over runs; with up to {BANDS} settings, bands hold the middle half. Thin dashes: the baseline"
@@ -58,7 +58,7 @@ _HOW = f"Medians over runs; with up to {BANDS} settings, bands hold the middle h
 def draw(
     group: Sequence[Setting], name: str, objective: str = "rir", kinds: Collection[str] | None = None
 ) -> list[Plot]:
-    """Every figure, or those of `kinds`, that the runs of one group have the data for; `name` starts the file names."""
+    """Every picture, or those of `kinds`, for which the runs of a group have the data; `name` starts the file names."""
     known = [setting for setting in group if setting.runs]
     plots = []
     with plot.inked():

@@ -241,7 +241,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     if of.stage == "start":
         table.notes.append("The baseline of (i) and (ii) is theta_0 (Eq. 17), not the inputs (Eq. 15).")
     if published(group[0].first) and not authors:
-        table.notes.append("The paper's figures are of its own preparation of the data, dataset.protocol=authors.")
+        table.notes.append("The paper's numbers are of its own preparation of the data, dataset.protocol=authors.")
     table.notes += _gaps(group, further)
     return table
 
@@ -318,7 +318,7 @@ def _other_pairs(group: Sequence[Setting]) -> Iterator[str]:
 
 
 def relative(group: Sequence[Setting], name: str, heading: str, objective: str = "rir") -> Table | None:
-    """What settings come to relative to ★ on the same seeds and pairs; None without ★ or three seeds.
+    """Settings relative to ★ on the same seeds and pairs; None without ★ or three seeds.
 
     Settings with lower bounds have no ratio.
     """

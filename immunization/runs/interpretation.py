@@ -137,7 +137,7 @@ def speed(result: Measured, role: Role) -> Literal["faster", "alike", "slower"] 
 
 
 def unbroken(result: Measured, task: Role = "harmful") -> str:
-    """What is said of a run in which no attack learns the task."""
+    """The sentences on a run in which no attack learns the task."""
     if not result.records.value("fine_tuned", task=task, attack=WORST):
         return UNTRAINED
     numbered = version(result).startswith("standard-") and not result.about["suite"].get("changed")
@@ -165,7 +165,7 @@ def rows_tested(result: Measured, task: Role = "harmful") -> int | None:
 
 
 def undecided(result: Measured, task: Role = "harmful") -> list[str]:
-    """Attacks of which the test rows do not say on which side of the threshold they are: it lies in the interval."""
+    """Attacks of which the test rows do not say on which side of the bar they are: it lies in the interval."""
     threshold, rows, close = result.records.number("bar", task=task, attack=WORST), rows_tested(result, task), []
     for name in attack_names(result, task) if rows else ():
         final = result.records.value("final", task=task, attack=name)

@@ -41,10 +41,10 @@ class Tracker:
         """Record numbers of one step; steps only ever grow."""
 
     def finish(self, result: Result, figures: list[Path]) -> None:
-        """Record the final measures and figures; called once, before `close`, and not for a failed run."""
+        """Record the final measures and pictures; called once, before `close`, and not for a failed run."""
 
     def report(self, tables: Mapping[str, DataTable], figures: list[Path], page: Path) -> None:
-        """Record what sums up many runs: tables (name -> header and rows), PNG figures and an HTML page."""
+        """Record what sums up many runs: tables (name -> header and rows), PNG pictures and an HTML page."""
 
     def close(self, failed: bool) -> None:
         """End the run; may be called without `start` and twice."""

@@ -46,10 +46,10 @@ MOST = 3
 
 
 def verdict(results: Sequence[Measured]) -> list[str]:
-    """All that is said of one run, or of several of one setting, in the order in which it is said.
+    """Every sentence on one run, or on several of one setting, in the order of the verdict.
 
     That harm became easier comes first, then what the weights tell, doubts, attacks, what it costs, a fresh probe's
-    steps, and Definition 3.1; without attacks it is said that there were none. No sentence claims what a later one
+    steps, and Definition 3.1; without attacks, that there were none. No sentence claims what a later one
     takes back: each names who measured it and on which task, and only the definition calls a model immunized. Of
     several runs, the first and the attacks are counted.
     """

@@ -35,7 +35,7 @@ POINTS = 64  # at most about so many of each curve: thousands of runs have to fi
 
 
 class Wandb(Tracker):
-    """Weights & Biases, by conf/tracker/wandb.yaml: configuration, metrics, curves, figures, attacks, the model.
+    """Weights & Biases, by conf/tracker/wandb.yaml: configuration, metrics, curves, pictures, attacks, the model.
 
     Without an account, or a server that answers in time, the run is an offline one and says so. There is no prompt.
     """
@@ -190,7 +190,7 @@ class Wandb(Tracker):
         return {}
 
     def _settings(self) -> "wandb.Settings":
-        """Quiet and quick: what this leaves out stands in environment.json, config.yaml and run.log."""
+        """Quiet and quick: what this leaves out is in environment.json, config.yaml and run.log."""
         import wandb
 
         wanted: dict[str, Any] = {
@@ -252,7 +252,7 @@ def title(config: Mapping[str, Any], name: str, sweep: bool) -> str:
 
 
 def job_type(config: Mapping[str, Any]) -> str:
-    """What a run does: `immunize`, `audit` of a model as it stands, or `summary` of many runs."""
+    """What a run does: `immunize`, `audit` of a model as it is, or `summary` of many runs."""
     if "method" not in config:
         return "summary"
     return "immunize" if config.get("immunize", True) else "audit"

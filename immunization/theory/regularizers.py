@@ -160,7 +160,7 @@ def _of_features(features: Tensor, theta: Tensor | None, slope_of: Slope) -> Ten
     """R(H) of H = F^T F through the smaller one of its Grams; of stacked features [J, N, D] each, [J].
 
     The gradient in F is 2 F dR/dH; with `theta`, it is the preconditioned K^-1 grad_theta R = 2 theta dR/dH, in which K
-    has cancelled. dR/dH is a function f(H) with f(0) = 0, so that F f(F^T F) = f(F F^T) F.
+    has canceled. dR/dH is a function f(H) with f(0) = 0, so that F f(F^T F) = f(F F^T) F.
     """
     f = features.detach().double()
     # the Gram that takes fewer operations: behind theta, the one of the samples needs a product more

@@ -1,6 +1,6 @@
 """Spectra of feature matrices: singular values, rank and the condition number of the Hessian of a linear probe.
 
-Notation of arXiv 2505.23760: features F [N, D] with rows as samples, Hessian of the l2 probe H = F^T F, and
+Notation of arXiv 2505.23760: features F [N, D] one row an input, Hessian of the l2 probe H = F^T F, and
 kappa(H) = (sigma_1 / sigma_k)^2 with sigma the singular values of F and k its numerical rank. kappa is always taken
 from F or its triangular factor, never from eigenvalues of H, which would lose half of the digits.
 """
@@ -204,7 +204,7 @@ def eps_of(stored: Tensor) -> float:
 
 
 def are_integers(x: Tensor, eps: float) -> Tensor:
-    """Where entries are integers that numbers of this epsilon do not come to by rounding, elementwise."""
+    """Where entries are integers that numbers of this epsilon do not become by rounding, elementwise."""
     return (x == x.round()) & (x.abs() < 1 / eps)
 
 

@@ -74,7 +74,7 @@ class Estimate:
 
 
 def estimate(scores: Tensor) -> Estimate:
-    """Mean of [draws, N] with an interval for rows and draws that are both samples, the draws of the images at hand.
+    """Mean of [draws, N] with an interval for rows and draws that are both random, the draws of the images at hand.
 
     Its variance is that of a layout of two crossed random factors without replication, with Satterthwaite's degrees of
     freedom for Student's t: a bootstrap of two or three draws would be too narrow. One row alone says nothing; of rows

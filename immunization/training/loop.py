@@ -19,7 +19,7 @@ UNSEEN = 1000  # most losses that stay on a GPU
 
 @dataclass
 class Progress:
-    """Where a training stands: epochs ended, steps taken, and the loss above which it has diverged."""
+    """The progress of a training: epochs ended, steps taken, and the loss above which it has diverged."""
 
     epoch: int = 0
     step: int = 0

@@ -105,7 +105,7 @@ class Stop:
             print("\ninterrupted: a checkpoint after this step; once more to stop at once", file=sys.stderr, flush=True)
 
     def now(self, message: str) -> None:
-        """End the run: by KeyboardInterrupt on Ctrl-C, by Preempted, or by whoever listened to the signal before."""
+        """End the run: by KeyboardInterrupt on Ctrl-C, by Preempted, or by the handler of the signal before."""
         number, self.asked = self.asked, None
         before = self.before[number]
         try:

@@ -114,7 +114,7 @@ def test_features_and_classifier_give_the_output(kind):
 def test_a_map_keeps_the_outputs_and_is_saved(kind, tmp_path):
     net = made(kind)
     if kind in TWO:
-        with pytest.raises(ConfigError, match=r"which read different features: no single linear map stands before"):
+        with pytest.raises(ConfigError, match=r"which read different features: no single linear map is before"):
             immunize(net, kind, "closed_form", ridge=1e-2)
         return
     model = immunize(net, kind, "closed_form", ridge=1e-2)
