@@ -151,6 +151,8 @@ def page(lines: list[dict[str, Any]]) -> str:
 
 INTRODUCTION = """# What hiding costs
 
+*Needs: the data of [Install](../install.md#data), and hours.*
+
 ```sh
 python benchmarks/decoys.py --runs docs/results/decoys.jsonl --page docs/results/decoys.md --data data
 ```

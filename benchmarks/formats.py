@@ -142,6 +142,8 @@ the steps of a harmful probe to 90 % of the way to the best of the net before. 1
 brackets what `immunization.models.formats.in_format` says, told each tool's conventions; **bold** where it is off by
 more than .05 or more than a factor of 2.
 
+*Needs: the network, once, and hours.*
+
 ```sh
 pip install '.[formats]'
 python benchmarks/formats.py --runs docs/results/formats.jsonl --page docs/results/formats.md --deploy docs/deploy.md

@@ -221,6 +221,8 @@ INTRODUCTION = """# Optimizers, measured
 
 Every optimizer of torch.optim and timm.optim that runs on a CPU, {versions}, trains a linear probe:
 
+*Needs: hours.*
+
 ```sh
 python benchmarks/optimizers.py --runs docs/results/optimizers.jsonl --page docs/results/optimizers.md --steps {steps}
 ```

@@ -167,7 +167,9 @@ def works(line: dict[str, Any]) -> bool:
 INTRODUCTION = """# Which nets of timm work
 
 One small net of each of timm's {modules} modules, {versions}; {tried} were tried, {count} work: `immunize`, `save`,
-`load` (the same outputs) and `audit`. Weights and images are random, so these figures say nothing about immunization.
+`load` (the same outputs) and `audit`. Weights and images are random, so these numbers say nothing about immunization.
+
+*Needs: an hour.*
 
 ```sh
 python benchmarks/zoo.py --runs docs/results/zoo.jsonl --page docs/results/zoo.md
