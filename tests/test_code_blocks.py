@@ -38,7 +38,7 @@ def matrices() -> dict[str, object]:
 
 PYTHON = {
     ("README.md", "immunization.run("): dict,
-    ("docs/deploy.md", 'immunization.save(model, "immunized")  #'): network,
+    ("docs/deploy.md", "# immunized.safetensors"): network,
     ("docs/own_data.md", "np.savez"): matrices,
     ("docs/own_data.md", "load_wine"): dict,
     ("docs/own_model.md", "immunization.immunize("): network,
