@@ -30,11 +30,11 @@ METHODS = {
     **{"condition_number": "#0072B2", "closed_form": "#D55E00", "learning_curve": "#56B4E9"},
     **{"released_condition_number": "#AABB66", "clamp": "#BB0033", "encoderlock": "#2244BB", "forget": "#990077"},
     **{"learning_curve_net": "#9988FF", "ntl": "#883355", "sophon": "#226633", "tar": "#5533FF"},
-    "unmodified": "#994400",
+    **{"unmodified": "#994400", "forget_blocks": "#660088", "decoys": "#6666FF"},
 }
 """The order of rows, and colors: the baseline, the paper's methods in its order, the others; further ones by name.
 
-The colors are Okabe and Ito's and, as far from these and each other as color-blind readers see, nine more.
+The colors are Okabe and Ito's and, as far from these and each other as color-blind readers see, eleven more.
 """
 
 RATIO_HARMFUL, RATIO_PRIMARY, RIR = (
