@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from immunization.errors import DataError
 from immunization.roles import kind_of
 from immunization.theory import spectrum
+from immunization.theory.regularizers import by_hand
 
 SPLITS = ("train", "val", "test")
 LEARNED, MARGIN = 0.9, 0.05
@@ -191,6 +192,8 @@ class Task:
 
         Of logits [N, outputs] and labels or targets [N]; [J] for stacks [J, N, outputs] and [J, N] of J jobs.
         """
+        if logits.ndim > 2 and self.outputs == 1 and self.classes:
+            return _stacked_loss(logits, y.to(logits.dtype))
         if logits.ndim > 2:
             return torch.stack([self.loss(*own, smoothing) for own in zip(logits, y, strict=True)])
         if not self.classes:
@@ -284,6 +287,13 @@ class Task:
         if eps == self.eps and all(moved[name] is split for name, split in self.splits.items()):
             return self  # with what it has computed
         return replace(self, **moved, eps=eps)
+
+
+def _stacked_loss(logits: Tensor, y: Tensor) -> Tensor:
+    """Binary cross-entropy [J] of logits [J, N, 1] and labels [J, N], with the gradients that each job has alone."""
+    z, rows = logits.detach()[..., 0], y.shape[1]
+    value = F.binary_cross_entropy_with_logits(z, y, reduction="none").mean(1)
+    return by_hand(value, lambda g: [((z.sigmoid() - y) * g[:, None] / rows)[..., None]], logits)
 
 
 def evenly(count: int, most: int) -> Tensor:

@@ -49,8 +49,9 @@ class Bound(Stopping):
         self.acted = False
         self.every = SELDOM if method.pair.dim > LARGE else 1
         self.stops = method.patience is not None or method.max_accuracy_drop is not None
-        self.unscored: list[tuple[int, dict[str, Tensor]]] = []
-        self.model, self.room = model, UNSCORED // sum(part.nbytes for part in kept_of(model).values())
+        self.unscored: list[tuple[int, dict[str, Tensor], float | None]] = []  # the last: log (ii), where it is known
+        self.model, self.parts = model, kept_of(model, attached=True)  # looked up once: every epoch copies them
+        self.room = UNSCORED // sum(part.nbytes for part in self.parts.values())
 
     def epoch_end(self, model: Model, epoch: int) -> bool:
         controls = self.scores(epoch) and epoch + 1 >= START * self.method.epochs
@@ -61,7 +62,8 @@ class Bound(Stopping):
         if self.stops:
             return super().epoch_end(model, epoch)
         if self.scores(epoch):
-            self.unscored.append((epoch, parameters_of(model)))
+            now = {name: part.detach().clone() for name, part in self.parts.items()}
+            self.unscored.append((epoch, now, self.ratio if controls else None))
             if len(self.unscored) > self.room:
                 self._score()
         return False
@@ -77,9 +79,9 @@ class Bound(Stopping):
     def _score(self) -> None:
         """Score the iterates that were not: a run that holds the bound by itself never needs their scores."""
         last = parameters_of(self.model)
-        for epoch, parameters in self.unscored:
+        for epoch, parameters, ratio in self.unscored:
             load_into(self.model, parameters)
-            self.ratio = self._log_ratio(self.model)
+            self.ratio = self._log_ratio(self.model) if ratio is None else ratio
             self.compare(self.model, epoch)
         load_into(self.model, last)
         self.unscored = []

@@ -198,9 +198,9 @@ class Model(nn.Module):
         return {}
 
 
-def kept_of(model: nn.Module) -> dict[str, Tensor]:
-    """What training may change in a model: its trained parameters, and all buffers."""
-    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+def kept_of(model: nn.Module, attached: bool = False) -> dict[str, Tensor]:
+    """What training may change in a model: its trained parameters, `attached` as they are, and all buffers."""
+    trained = {name: p if attached else p.detach() for name, p in model.named_parameters() if p.requires_grad}
     return trained | dict(model.named_buffers())
 
 

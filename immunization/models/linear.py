@@ -17,7 +17,7 @@ from immunization.models.base import Batch, Model, Regularizer
 from immunization.models.chain import NetParts, Network
 from immunization.models.fold import LinearMap, Place, fold_into, fold_place, weight_of
 from immunization.models.weights import read_checkpoint
-from immunization.theory.regularizers import Precondition, preconditioned_product
+from immunization.theory.regularizers import Precondition, by_hand, preconditioned_product
 
 
 def _map_of(checkpoint: str, dim: int, outputs: int) -> tuple[Tensor, Tensor]:
@@ -87,8 +87,8 @@ class Linear(Model):
         if self.linear_map() is None:
             return super().forward(x)
         theta, omega = self.extractor.theta, self.head.weight
-        if x.ndim > 2:  # side by side: a product of a stack with vectors would have other last bits than each alone
-            return torch.stack([rows @ (a @ w.T) for rows, a, w in zip(x, theta, omega, strict=True)])
+        if x.ndim > 2:
+            return _stacked_logits(x, theta, omega)
         return x @ (theta @ omega.T)  # O(N D) instead of O(N D^2)
 
     def outputs(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -123,6 +123,22 @@ class Linear(Model):
     def export(self) -> dict[str, Tensor]:
         """`theta` [D_in, D_out] (features are X @ theta), `omega` [outputs, D_out], `bias` [D_out] if there is one."""
         return self.extractor.state_dict() | {"omega": self.head.weight.detach()}
+
+
+def _stacked_logits(x: Tensor, theta: Tensor, omega: Tensor) -> Tensor:
+    """X theta omega^T [J, N, C] of jobs side by side, with gradients by hand: a graph costs more than its products.
+
+    One job at a time: a product of a stack with vectors would have other last bits than each alone.
+    """
+    maps, heads = theta.detach(), omega.detach()
+    logits = torch.stack([rows @ (a @ w.T) for rows, a, w in zip(x, maps, heads, strict=True)])
+
+    def slopes(upstream: Tensor) -> list[Tensor]:
+        back = [rows.T @ g for rows, g in zip(x, upstream, strict=True)]
+        of_theta = [b @ w for b, w in zip(back, heads, strict=True)]
+        return [torch.stack(of_theta), torch.stack([b.T @ a for b, a in zip(back, maps, strict=True)])]
+
+    return by_hand(logits, slopes, theta, omega)
 
 
 class Folded(Linear):

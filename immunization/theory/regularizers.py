@@ -77,7 +77,7 @@ def _power_mean_slope(hessian: Tensor, rank: int, power: int, divided: bool) -> 
     total: Any = torch.dot(upper.flatten(), unit.flatten())
     on_cpu = hessian.device.type == "cpu"
     if on_cpu:
-        norm, total = _norm(hessian), total.item()
+        norm, total = _finite(norm.item()), total.item()
         if not norm > 0:
             return 0.0, hessian
     mean = (total / rank) ** (1 / power)  # M_p / norm
@@ -95,7 +95,11 @@ def _power_mean_slope(hessian: Tensor, rank: int, power: int, divided: bool) -> 
 
 def _norm(hessian: Tensor) -> float:
     """||H||_F; raises LinAlgError where its square is not finite."""
-    norm = torch.linalg.vector_norm(hessian).item()
+    return _finite(torch.linalg.vector_norm(hessian).item())
+
+
+def _finite(norm: float) -> float:
+    """The norm of a Hessian; raises LinAlgError where its square is not finite."""
     if not math.isfinite(norm * norm):
         raise torch.linalg.LinAlgError("the Hessian of the features holds NaN, infinite or overflowing values")
     return norm

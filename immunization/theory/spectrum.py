@@ -262,11 +262,12 @@ def condition_number(
 
 def condition_number_of(sigma: Tensor, rank: int) -> float:
     """(sigma_1 / sigma_rank)^2 of descending singular values; infinite where sigma_rank is 0 or it overflows."""
-    if not rank or not len(sigma) or not sigma[0] > 0:
-        raise DegenerateSpectrum("the features are all zero (rank 0): they have no condition number")
-    if rank > len(sigma):
+    if rank > len(sigma) > 0:
         raise DegenerateSpectrum(f"rank={rank}: the features have {len(sigma)} singular values")
-    return (sigma[0] / sigma[rank - 1]).square().item()
+    kappa = (sigma[0] / sigma[rank - 1]).square().item() if rank and len(sigma) else math.nan
+    if math.isnan(kappa):  # 0 / 0
+        raise DegenerateSpectrum("the features are all zero (rank 0): they have no condition number")
+    return kappa
 
 
 def condition_number_down_to(sigma: Tensor, rank: int, tolerance: float) -> float:
