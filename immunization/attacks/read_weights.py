@@ -44,7 +44,7 @@ class ReadWeights(Predictor, group="attack.read_weights"):
         theta = None if stage == "baseline" else self.map(victim, stage, unlabelled)
         read = bases(theta, unlabelled, task.outputs + MORE)
         held_out = torch.cat([rows.val, rows.test])
-        predictions = readings(task, rows.train, rows.y, held_out, read, self.settings)
+        (predictions,) = readings(task, rows.train, rows.y, held_out, [read], self.settings)
         widths = sum(unlabelled.shape[1] if basis is None else basis.shape[1] for basis in read)
         flops = rows.flops + 2.0 * widths * len(rows.train) * (unlabelled.shape[1] + task.outputs)
         return self.curve(task, predictions, torch.tensor([[flops]], dtype=torch.float64), flops)

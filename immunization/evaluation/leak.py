@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,42 +32,69 @@ WORTH = 0.02
 """Accuracy that the map adds, with few labels, from which on it counts as telling the task."""
 
 
-def bases(theta: Tensor | None, rows: Tensor, most: int) -> list[Tensor | None]:
+def bases(theta: Tensor | None, rows: Tensor, most: int, whole: Sequence[Tensor] = ()) -> list[Tensor | None]:
     """What an attacker reads of features: all of them (None), principal directions, and what theta singles out.
 
     `theta` [D, E] is a map of features, None for an attacker without it; `rows` [N, D] are features before the map,
     without labels. Bases [D, k]; of all features and of the two sides of the widest gap there are the directions along
-    which rows vary most, too, and all of them scaled to the same variance.
+    which rows vary most, too, and all of them scaled to the same variance. `whole` are those of all features, where
+    they are known.
     """
-    everything = torch.eye(rows.shape[1]).to(rows)
     subspaces = [] if theta is None else singled_out(theta, most)
-    read: list[Tensor | None] = [None, *subspaces]
-    for basis in (everything, *subspaces[:2]):
+    read: list[Tensor | None] = [None, *subspaces, *(whole or directions(rows, most))]
+    for basis in subspaces[:2]:
         read += varying(rows, basis, most)
     return read
 
 
-def readings(
-    task: Task, train: Tensor, y: Tensor, held_out: Tensor, read: Iterable[Tensor | None], ridges: Sequence[float]
-) -> Tensor:
-    """Predictions [..., R, V + T, outputs] for each ridge, of that basis of `read` which is best on validation rows.
+def directions(rows: Tensor, most: int) -> list[Tensor]:
+    """Bases of the directions of all features along which rows [N, D] vary most, as in `varying`."""
+    return varying(rows, torch.eye(rows.shape[1]).to(rows), most)
 
-    `train` [..., N, D] and `y` [..., N] are labeled rows of each draw, `held_out` [V + T, D] those of validation, V,
-    and test.
+
+def readings(
+    task: Task,
+    train: Tensor,
+    y: Tensor,
+    held_out: Tensor,
+    reads: Sequence[Sequence[Tensor | None]],
+    ridges: Sequence[float],
+) -> list[Tensor]:
+    """Predictions [..., R, V + T, outputs] for each ridge, of the basis of each of `reads` that validation rows choose.
+
+    `train` [..., N, D] and `y` [..., N] are labelled rows of each draw, `held_out` [V + T, D] those of validation, V,
+    and test. Bases of one width are read at once, and one that several have only once.
     """
     targets, val = task.targets(y.flatten()).unflatten(0, y.shape), held_out[: len(task.val)]
-    fits = [read_directions(train, targets, basis, ridges) for basis in read]
-    best = best_on_validation(task, (predict(val) for predict in fits)).to(held_out.device)
-    predictions = held_out.new_empty(*best.shape, len(held_out), targets.shape[-1])
-    for place in best.unique().tolist():
-        predictions[best == place] = fits[place](held_out)[best == place]
-    return predictions
+    known = {id(basis): basis for read in reads for basis in read}
+    groups: dict[int, dict[int, Tensor | None]] = {}
+    for key, basis in known.items():
+        groups.setdefault(0 if basis is None else basis.shape[1], {})[key] = basis
+    scores, fits = dict[int, Tensor](), dict[int, Callable[[Tensor], Tensor]]()
+    for group in groups.values():
+        own = [basis for basis in group.values() if basis is not None]
+        predict = read_directions(train, targets, torch.stack(own) if own else None, ridges)
+        found = task.measure(predict(val), task.val.y)
+        scores |= zip(group, found if own else found[None], strict=True)
+        fits |= {key: partial(predict, place=place) for place, key in enumerate(group)}
+    predicted = []
+    for read in reads:
+        best = first_of_the_best(torch.stack([scores[id(basis)] for basis in read])).to(held_out.device)
+        predictions = held_out.new_empty(*best.shape, len(held_out), targets.shape[-1])
+        for place in best.unique().tolist():
+            predictions[best == place] = fits[id(read[place])](held_out)[best == place]
+        predicted.append(predictions)
+    return predicted
 
 
 def best_on_validation(task: Task, predictions: Iterable[Tensor]) -> Tensor:
     """Of several predictions [..., V, outputs] of validation rows the place of the best one, [...]."""
-    scores = torch.stack([task.measure(own, task.val.y) for own in predictions])
-    return torch.from_numpy(scores.cpu().numpy().argmax(0))  # of equals the first, which torch does not promise
+    return first_of_the_best(torch.stack([task.measure(own, task.val.y) for own in predictions]))
+
+
+def first_of_the_best(scores: Tensor) -> Tensor:
+    """The places [...] of the largest of scores [B, ...], of equals the first, which torch does not promise."""
+    return torch.from_numpy(scores.cpu().numpy().argmax(0))
 
 
 class Leak(Component, group="evaluation.leak"):
@@ -127,9 +155,10 @@ class Leak(Component, group="evaluation.leak"):
         else:
             measures.miss("a regression has no classes to separate", "leak/auc", task=role)
         held_out, elsewhere = torch.cat([val, test]), random_rotation(len(theta)).to(theta) @ theta
-        read = [bases(t.to(train.device), train, most) for t in (theta, elsewhere)]
+        whole = directions(train, most)
+        reads = [bases(t.to(train.device), train, most, whole) for t in (theta, elsewhere)]
         for labels in self.labels:
-            after, before = (self._scores(task, train, held_out, own, labels) for own in read)
+            after, before = self._scores(task, train, held_out, reads, labels)
             worth = estimate(after - before)
             of = {"task": role, "images": labels}
             measures.put("leak/with", after.mean().item(), **of)
@@ -148,14 +177,19 @@ class Leak(Component, group="evaluation.leak"):
         return own, _auc(task, test, everything)
 
     def _scores(
-        self, task: Task, train: Tensor, held_out: Tensor, read: Sequence[Tensor | None], labels: int
-    ) -> Tensor:
-        """What each test row adds to the measure in each draw, [draws, N], by the ridge that is best on validation."""
+        self, task: Task, train: Tensor, held_out: Tensor, reads: Sequence[Sequence[Tensor | None]], labels: int
+    ) -> list[Tensor]:
+        """Of each of `reads` what each test row adds to the measure in each draw, [draws, N].
+
+        Of the ridges, the one that is best on validation counts.
+        """
         rows = torch.stack([task.few(labels, draw) for draw in range(self.draws)]).to(train.device)
-        predicted = readings(task, train[rows], task.train.y[rows], held_out, read, self.ridges)
-        val, test = predicted.split([len(task.val), len(task.test)], -2)
-        best = task.measure(val, task.val.y).argmax(-1)
-        return task.scores(test[torch.arange(self.draws), best], task.test.y).cpu()
+        found = []
+        for predicted in readings(task, train[rows], task.train.y[rows], held_out, reads, self.ridges):
+            val, test = predicted.split([len(task.val), len(task.test)], -2)
+            best = task.measure(val, task.val.y).argmax(-1)
+            found.append(task.scores(test[torch.arange(self.draws), best], task.test.y).cpu())
+        return found
 
 
 def _auc(task: Task, rows: Tensor, basis: Tensor) -> float:

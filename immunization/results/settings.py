@@ -72,6 +72,7 @@ class Setting:
         self.first = [*runs, *others][0]
         self.method = self.first.result.method
         self.label = self.method
+        self._known: dict[str, pd.Series] = {}
         self.varied: dict[str, str] = {}  # the keys in which it differs from others of its method, and its values
 
     @property
@@ -92,7 +93,9 @@ class Setting:
         return self._values(of.name)
 
     def _values(self, name: str) -> pd.Series:
-        return self.frame.reindex(columns=[name])[name].dropna()
+        if name not in self._known:  # a report asks for one again and again
+            self._known[name] = self.frame.reindex(columns=[name])[name].dropna()
+        return self._known[name]
 
     def bounded(self, of: Query) -> pd.Series:
         """`values`, with infinity for every lower bound (`interpretation.at_least`)."""

@@ -93,6 +93,8 @@ def _refuse_aliases(root: yaml.Node | None) -> None:
 
 def plain(value: object) -> Any:
     """`value` with tensors and arrays as lists, non-finite numbers as None, and other objects as text."""
+    if type(value) is float:  # most of them, first
+        return value if math.isfinite(value) else None
     if hasattr(value, "tolist"):  # tensors, arrays and numpy scalars
         value = value.tolist()
     if isinstance(value, float):

@@ -106,23 +106,34 @@ def counts(most: int) -> list[int]:
 
 def read_directions(
     train: Tensor, targets: Tensor, basis: Tensor | None, ridges: Sequence[float]
-) -> Callable[[Tensor], Tensor]:
+) -> Callable[..., Tensor]:
     """Ridge regression on `train` [..., N, D] inside of `basis` [D, k]: rows [M, D] -> predictions [..., R, M, C].
 
     Features and `targets` [..., N, C] are centered by the training rows; `ridges` [R] are relative to lambda_1. A
-    `basis` of None are all features. Where the rows do not differ, their mean target is predicted.
+    `basis` of None are all features. Where the rows do not differ, their mean target is predicted. Of bases [B, D, k]
+    predictions are [B, ..., R, M, C], or those of the one at a `place` that is given beside the rows.
     """
 
     def inside(rows: Tensor) -> Tensor:
-        return rows if basis is None else rows @ basis
+        if basis is None or basis.ndim == 2:
+            return rows if basis is None else rows @ basis
+        return torch.stack([rows @ own for own in basis])
 
-    train = inside(train)
-    mean, level = train.mean(-2, keepdim=True), targets.mean(-2, keepdim=True)
-    u, sigma, vh = spectrum.svd(train - mean)
+    inputs = inside(train)
+    mean, level = inputs.mean(-2, keepdim=True), targets.mean(-2, keepdim=True)
+    u, sigma, vh = spectrum.svd(inputs - mean)
     relative = torch.tensor(ridges).to(sigma) * sigma[..., :1] ** 2
     weights = ridge_weights(sigma, vh.mT, u.mT @ (targets - level), relative)
     mean, level = mean.unsqueeze(-3), level.unsqueeze(-3)  # beside the ridges
-    return lambda rows: level + (inside(rows) - mean) @ weights
+
+    def predict(rows: Tensor, place: int | None = None) -> Tensor:
+        if basis is not None and place is not None:
+            return level + (rows @ basis[place] - mean[place]) @ weights[place]
+        own = inside(rows)
+        own = own.reshape(*own.shape[:-2], *[1] * (mean.ndim - 3), *own.shape[-2:])
+        return level + (own - mean) @ weights
+
+    return predict
 
 
 def auc(scores: Tensor, labels: Tensor, classes: int) -> Tensor:
