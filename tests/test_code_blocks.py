@@ -75,6 +75,7 @@ def test_the_blocks_are_found() -> None:
     fences = sum(len(re.findall(r"^\s*```\w", page.read_text(), re.M)) for page in PAGES)
     known = sum(len(re.findall(r"^```(?:math|text)$", page.read_text(), re.M)) for page in PAGES)
     assert len(BLOCKS) == fences - known
+    assert not re.findall(r"\n\n    (?:python|make|pip|wandb|for) .*", "".join(page.read_text() for page in PAGES))
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}-{block.code[:30].strip()}")

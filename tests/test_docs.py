@@ -119,3 +119,19 @@ def test_lines_that_differ_are_found() -> None:
 def test_python_example_of_the_readme(tmp_path: Path) -> None:
     result = run(["method=closed_form", "dataset.common_range=true", "tracker=none", "figures=false"], folder=tmp_path)
     assert result.metrics["rir"] == pytest.approx(result.metrics["ceiling/rir"], rel=1e-6)
+
+
+def test_every_picture_of_the_pages_has_a_command() -> None:
+    """docs/pictures.py, a benchmark, or the command that writes the pages of results and leaderboard."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs")
+        drawn = {f"{name}.png" for name in importlib.import_module("pictures").PICTURES}
+    text = "".join(page.read_text() for page in PAGES) + (ROOT / "RESULTS.md").read_text()
+    named = {Path(target).name: target for target in re.findall(r"!\[[^\]]+\]\(([^)]+\.png)\)", text)}
+    benchmarks = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py")) + text
+    others = {name for name, target in named.items() if "/results/" in target or "/leaderboard/" in target}
+    others |= {name for name in named if f"=docs/images/{name}" in benchmarks or f'"{name}"' in benchmarks}
+    assert {*named} - drawn - others == set()
+    assert drawn <= {*named}
+    kept = {path.name for path in (ROOT / "docs" / "images").rglob("*.png")}
+    assert kept == {*named}

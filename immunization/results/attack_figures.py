@@ -72,7 +72,7 @@ def worth_removed(rows: Sequence[Setting], worths: Sequence[Query], name: str, t
     with inked():
         left = 0.4 + INCHES_A_LETTER * max(len(row.label) + 2 for row in rows)
         options: dict[str, Any] = {
-            "width": 3.2,
+            "width": 2.0,
             "height": 0.28 * (len(rows) + 1),
             "left": left,
             "right": 0.6,

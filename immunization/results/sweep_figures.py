@@ -165,7 +165,7 @@ def lambdas(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | No
     sizes = (min(max(3.2, 0.56 * len(levels[0])), 8.0), min(max(2.8, 0.36 * len(levels[1])), 8.0))
     grid = 2 * len(members) > len(levels[0]) * len(levels[1])
     width, height = sizes if grid else (3.2, 2.8)
-    figure, axes = plot.panel_axes(len(panels), width, height, right=0.9, gap=1.7)
+    figure, axes = plot.panel_axes(len(panels), width, height, right=0.9, columns=1)
     for ax, (heading, values) in zip(axes, panels.items(), strict=True):
         plot.over_two(figure, ax, places, levels if grid else (), values, marks)
         ax.set(title=heading, xlabel=x_key.removeprefix("method."), ylabel=y_key.removeprefix("method."))
@@ -271,7 +271,7 @@ def alignment(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
     panels = {title: series for title, series in panels.items() if any(map(len, series.values()))}
     if not panels:
         return None
-    figure, axes = plot.panel_axes(len(panels), width=3.2, height=3.0, legend_rows=2 * len(outcomes) + 2)
+    figure, axes = plot.panel_axes(len(panels), 3.2, 3.0, 2 * len(outcomes) + 2, columns=1)
     for ax, (heading, series) in zip(axes, panels.items(), strict=True):
         for label, values in series.items():
             r, p = rank_correlation(score, values)
