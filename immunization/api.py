@@ -108,7 +108,7 @@ def immunize(
     loaders = _loaders(model, primary_loader, harmful_loader, val=10, test=None)
     net, inputs = _copy(model, loaders), loaders["primary"].first()
     if folded_map(net) is not None:
-        raise ConfigError("immunize: a map is folded into the model already; give the model as it was before that")
+        raise ConfigError("immunize: a map is folded into the model already; give the model before immunization")
     outputs, layers = _outputs(net, inputs), "fold" if solver.folds else trainable
     data, like = _source(net, loaders, augmented and not solver.folds)
     parts = assemble(

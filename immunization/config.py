@@ -206,7 +206,9 @@ def run_folder(overrides: list[str], folder: str | Path | None) -> str | Path | 
     """
     given = [word for word in overrides if re.match(r"[+~]*hydra[./]", word)]
     if other := [word for word in given if not re.match(r"\+*hydra\.run\.dir=", word)]:
-        raise ConfigError(f"run: {other[0]} acts on the command line alone; of Hydra's own options, hydra.run.dir=...")
+        raise ConfigError(
+            f"run: {other[0]} acts on the command line alone; of Hydra's options, give only hydra.run.dir="
+        )
     if not given:
         return folder
     if folder is not None:

@@ -108,7 +108,7 @@ def resolve(config: DictConfig, overrides: Iterable[str] = (), tables: Mapping[s
 
 def _check_files(config: DictConfig) -> None:
     """Raise ConfigError where what a file says would silently be lost: local.yaml on a group, or a group's own file."""
-    path = CONF / "local.yaml"  # it stands before the groups, which win over what it says of them
+    path = CONF / "local.yaml"  # it precedes the groups, which win over what it has of them
     own, known = (read_yaml("local") or {}, read_yaml("config")) if path.is_file() else ({}, {})
     for key in own:
         if key not in known:

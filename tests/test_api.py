@@ -316,7 +316,7 @@ def test_immunize_warns_of_a_head_at_chance(net):
     assert warned(net, loader(4, 0), loader(3, 1), "identity") == []
     net.fc.weight.data = net.fc.weight[[1, 2, 3, 0]].detach()  # outputs that mean other classes
     (reason,) = warned(net, loader(4, 0), loader(3, 1), "identity")
-    assert "the model's own head comes to accuracy 0.0" in reason
+    assert "the model's own head reaches accuracy 0.0" in reason
 
 
 def test_harm_that_became_easier_is_said_before_everything(tmp_path, folders):

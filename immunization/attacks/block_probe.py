@@ -189,7 +189,7 @@ class FrozenBlocks(BlockProbe, group="attack.frozen_blocks"):
         behind = victim.once(("behind", self.scope), lambda: blocks_behind(victim.network("baseline"), self.scope))
         own = tuple(block for block in outputs.blocks if block.removesuffix(TWICE) not in behind)
         if not own:
-            raise Inapplicable(f"attack.*.scope={self.scope}: no block of the net stands before it")
+            raise Inapplicable(f"attack.*.scope={self.scope}: no block of the net precedes it")
         return outputs.once(own, lambda: outputs.of(own))
 
 

@@ -71,7 +71,8 @@ class FineTune(Attack):
         super().__post_init__()
         if self.search and self.replay:
             raise ConfigError(
-                f"give {self.group}.search, which looks for settings, or {self.group}.replay, which has them"
+                f"{self.group}.search and {self.group}.replay are both given; give one: replay takes the settings of "
+                "an earlier search"
             )
         optimizer_named(self.optimizer, f"{self.group}.optimizer", weight_decay=self.recipe(0.0).weight_decay)
         self.epochs = sorted(self.epochs or ())

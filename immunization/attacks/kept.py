@@ -142,7 +142,7 @@ def read_curves(path: Path) -> Kept:
             content[curve][field] = tensor
         return {name: _unpacked(**fields) for name, fields in content.items()}
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} holds no curves of attacks ({type(error).__name__}: {error})") from error
+        raise DataError(f"{path} is no file of attack curves ({type(error).__name__}: {error})") from error
 
 
 def _unpacked(by: str | None, rows: int | None = None, **fields: Any) -> tuple[AttackCurve, str | None]:

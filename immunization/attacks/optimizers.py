@@ -32,7 +32,9 @@ def optimizer_named(name: str, key: str, **arguments: Any) -> Maker:
         if name not in OPTIMIZERS:
             optimizer.step()
     except Exception as error:  # torch's and timm's many ways to refuse
-        raise ConfigError(f"{key}={name}: takes no step here: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{key}={name} cannot take a step here ({type(error).__name__}: {error}); choose another"
+        ) from error
     return make
 
 
@@ -50,6 +52,6 @@ def _found(name: str, key: str) -> Maker:
     names = {each.lower(): each for each in (*dir(torch.optim), *timms)}
     near = ", ".join(names[each] for each in get_close_matches(name.lower(), names, n=5))
     raise ConfigError(
-        f"{key}={name}: there is none of this name in torch.optim, whose classes are named as they are (Rprop), or in "
-        f"timm.optim; {f'near are {near}' if near else 'timm.optim.list_optimizers() has its names'}"
+        f"{key}={name}: neither torch.optim (its classes as they are written, such as Rprop) nor timm.optim has it; "
+        f"{f'near are {near}' if near else 'timm.optim.list_optimizers() lists names'}"
     )

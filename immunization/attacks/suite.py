@@ -189,7 +189,7 @@ def run_transfer(attacks: Mapping[str, Attack], victim: Victim, kept: KeptCurves
         if (measure := TRANSFERRED.get(record.measure)) is not None:
             measures.add(replace(record, measure=measure))
     if not measures.records:
-        why = measured.flags.get(late, "nobody learns the task without the model")
+        why = measured.flags.get(late, "no attacker learns the task without the model")
         measures.miss(why, "transfer/lost", task=victim.role)
     return measures
 

@@ -218,9 +218,14 @@ def _coded(role: str, y: Mapping[str, np.ndarray], place: str, targets: Targets)
     own = {key: y[key] for key in (role, f"{role}_val", f"{role}_test") if key in y}
     text, where = y[role].dtype.kind == "U", f"'{role}_y' in {place}"
     if not all((part.dtype.kind == "U") == text for part in own.values()):
-        raise DataError(f"{where}: the target is text in some of the rows of {role} and numbers in others")
+        raise DataError(
+            f"{where}: the target of {role} is text in some rows and numbers in others; make all text, or all numbers"
+        )
     if text and targets == "regression":
-        raise ConfigError(f"dataset.targets=regression: the targets of {role} are text, such as '{min(y[role])}'")
+        raise ConfigError(
+            f"dataset.targets=regression: the targets of {role} are text, such as '{min(y[role])}'; give numbers, "
+            "or set dataset.targets=classes"
+        )
     if targets == "regression" or (targets == "auto" and y[role].dtype.kind == "f"):
         return {key: torch.from_numpy(part.astype(float)) for key, part in own.items()}, 0, "regression"
     classes = np.unique(y[role])
@@ -232,7 +237,7 @@ def _coded(role: str, y: Mapping[str, np.ndarray], place: str, targets: Targets)
         )
         raise ConfigError(f"{where} holds {len(classes)} different {held} in {len(y[role])} rows; {remedy}")
     if len(classes) < 2:
-        raise DataError(f"{where} holds one class only, {classes[0]}: the other class is empty")
+        raise DataError(f"{where} holds one class only, {classes[0]}; give rows of two classes or more")
     for key, part in own.items():
         if len(unknown := part[~np.isin(part, classes)]):
             raise DataError(f"'{key}_y' in {place} holds the label {unknown[0]}, '{role}_y' does not")

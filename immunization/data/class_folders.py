@@ -86,8 +86,8 @@ def chosen(
         numbered = order is None and all(name.isdecimal() for name in folders)
         if numbered and {*names} != {*in_order(folders, "natural")[part]}:
             raise ConfigError(
-                f"{key}={classes}: the folders are called by numbers, and their order as text is "
-                f"{', '.join(folders[:4])}, ...: set {key.removesuffix('classes')}order=text or natural, or list names"
+                f"{key}={classes}: the folders have numbers as names, and as text their order is "
+                f"{', '.join(folders[:4])}, ...; set {key.removesuffix('classes')}order=text or natural, or list names"
             )
     elif classes is not None:
         places, numbers = dict(enumerate(folders)), [entry for entry in classes if isinstance(entry, int)]
@@ -96,8 +96,8 @@ def chosen(
             places = {}
             if wrong := [number for number in numbers if str(number) not in folders]:
                 raise ConfigError(
-                    f"{key}: the folders are called by numbers, {', '.join([*called.values()][:3])}, ..., so that "
-                    f"numbers are names, and none is called {wrong[0]}: write the names in quotes, such as '{meant[0]}'"
+                    f"{key}: no folder is called {wrong[0]}; the folders have numbers as names, "
+                    f"{', '.join([*called.values()][:3])}, ...: write the names in quotes, such as '{meant[0]}'"
                 )
         if unknown := [entry for entry in classes if entry not in places and str(entry) not in folders]:
             raise ConfigError(
@@ -131,7 +131,7 @@ def images_below(
         before, own = len(samples), defaultdict[str, list[str]](list)
         for place, below, files in os.walk(top := os.path.join(folder, name), followlinks=True, onerror=_unreadable):
             if (first := seen.setdefault(os.path.realpath(place), place)) != place:
-                raise DataError(f"{place} is {first} once more: remove the symbolic link, or {noun}s are read twice")
+                raise DataError(f"{place} is a link to {first}, whose {noun}s would be read twice; remove the link")
             subfolders = {*below}
             for file in (*below, *files):
                 path, suffix = os.path.join(place, file), os.path.splitext(file)[1].lower()

@@ -177,15 +177,15 @@ class Tables:
         rows = f"{missed.sum()} of {len(gaps)}"
         if self.missing == "drop":
             if missed.all():
-                raise DataError(f"{path}: every row misses a value, in {_counted(counts)}")
+                raise DataError(f"{path}: every row misses a value, in {_counted(counts)}; set dataset.missing=mean")
             if missed.any():
                 self._say("rows left out", f"{path}: {rows}, in {_counted(counts)}")
             return ~missed
         if missed.any() and (self.missing == "refuse" or counts[target]):
             raise DataError(
                 f"{path} misses {sum(counts.values())} values in {rows} rows, in {_counted(counts)}; set "
-                "dataset.missing=mean or median (of the training rows; missing categories are one of their own, a "
-                "target is never filled), or drop, which leaves the rows out"
+                "dataset.missing=mean or median (of the training rows; a missing word becomes a category of its own; "
+                "targets are not filled), or dataset.missing=drop, which leaves the rows out"
             )
         return missed | True
 
@@ -284,7 +284,7 @@ def _input_columns(
     for other in others:
         if odd := sorted(map(str, {*columns[first]} ^ {*columns[other]})):
             raise DataError(
-                f"{paths[other]} and {paths[first]} have different columns, in one alone: {', '.join(odd)}; all tasks "
+                f"{paths[other]} and {paths[first]} have different columns: only one has {', '.join(odd)}; all tasks "
                 f"need the same inputs: dataset.drop=[{','.join(odd)}] leaves these out"
             )
     if not columns[first]:

@@ -135,8 +135,8 @@ class ImagePair:
         if self.channels not in (None, channels):
             raise ConfigError(
                 f"{net} reads images of {channels} channels, those of dataset={self.name} have {self.channels}: choose "
-                f"other data, or a net for these, as model=timm +model.arguments.in_chans={self.channels} makes one"
-                f"{' and model=digits_net is one' if self.channels == 1 else ''}"
+                f"other data, or a net for these: model=timm +model.arguments.in_chans={self.channels}"
+                f"{', or model=digits_net' if self.channels == 1 else ''}"
             )
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> ImagePair:

@@ -105,14 +105,15 @@ class LabeledBatches:
             lengths = {x.shape[2] for x, _ in batches}
             if len(lengths) > 1 and MASK not in self.fields:
                 raise DataError(
-                    f"{self.name} gives texts of {min(lengths)} to {max(lengths)} tokens without {MASK}, so that what "
-                    f"is padded would be read: give {MASK}, or all of one length"
+                    f"{self.name} gives texts of {min(lengths)} to {max(lengths)} tokens without {MASK}, so padding "
+                    f"would be read as text; give {MASK}, or texts of one length"
                 )
             self.length = max(lengths)
         for x, y in batches:
             if self.fields and x.shape[2] > self.length:
                 raise DataError(
-                    f"{self.name} gives {x.shape[2]} tokens, and when it was first read at most {self.length}"
+                    f"{self.name} gives {x.shape[2]} tokens, but gave at most {self.length} when it was first read; "
+                    "give the same texts in every pass"
                 )
             yield self._padded(x), y
 
@@ -134,12 +135,12 @@ class LabeledBatches:
             if not fields and not x.is_floating_point():
                 raise DataError(f"{self.name} gives inputs of {x.dtype}; preprocess them to floats as the model wants")
             if not x.isfinite().all():
-                raise DataError(f"{self.name} gives inputs that hold NaN or infinity")
+                raise DataError(f"{self.name} gives inputs that hold NaN or infinity; clean or drop them")
             if self.classes and (y.is_floating_point() or y.is_complex()):
                 raise DataError(f"{self.name} gives labels of {y.dtype}; class labels must be integers")
             if not fields and shape not in (None, x.shape[1:]):
                 raise DataError(
-                    f"{self.name} gives inputs of shapes {tuple(shape)} and {tuple(x.shape[1:])}; one is needed"
+                    f"{self.name} gives inputs of shapes {tuple(shape)} and {tuple(x.shape[1:])}; give one shape"
                 )
             shape = x.shape[1:]
             self._rows[split] += len(x)
@@ -177,8 +178,8 @@ class LabeledBatches:
         floats = [key for key, x in tensors.items() if x.is_floating_point()]
         if fields and floats:
             raise DataError(
-                f"{self.name} gives integers ({', '.join(fields)}) and floats ({', '.join(floats)}) side by side, and "
-                "a net is read with the one or the other: leave one out, or wrap the net with what computes it"
+                f"{self.name} gives integers ({', '.join(fields)}) and floats ({', '.join(floats)}) together; a "
+                "net reads one kind: leave the other out, or wrap the net with the layers that compute it"
             )
         if fields and self.classes and not fields.keys() & set(INPUTS):
             return fields

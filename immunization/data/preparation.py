@@ -209,7 +209,7 @@ def check_learnable(task: Task) -> None:
     if task.constant:
         return
     if not task.classes and (y == y[0]).all():
-        raise DataError(f"task '{task.name}': its target is constant over the training rows, nothing can be learned")
+        raise DataError(f"task '{task.name}': its target is constant over the training rows; give one that varies")
     if task.classes and not (counts := torch.bincount(y, minlength=task.classes)).all():
         raise DataError(f"task '{task.name}': class {int(counts.argmin())} is empty, it has no training rows")
 

@@ -140,7 +140,7 @@ class LearningCurves(Component, group="evaluation.learning_curves"):
         after, before = (steps_to(threshold, curves[stage], self.grid).item() for stage in STAGES)
         if after == math.inf:
             after = last
-            reason = f"the probe with theta_I never came to {bar:.3f}: its steps count as {last}"
+            reason = f"the probe with theta_I never reached {bar:.3f}: it counts with {last} steps"
             measures.flag(f"capped_{role}", reason)
         return replace(ratio, value=after / before)
 

@@ -40,7 +40,7 @@ def head_at_chance(accuracy: float, chance: float, majority: float = 0.0) -> str
         return None
     guess = f"chance is {chance:.3f}" if majority < chance + MARGIN else f"the most frequent class has {majority:.3f}"
     return (
-        f"before immunization the model's own head comes to accuracy {accuracy:.3f} on the primary task, {guess}: it "
+        f"before immunization the model's own head reaches accuracy {accuracy:.3f} on the primary task, {guess}: it "
         "was not trained on this task, or its outputs mean other classes; there is nothing to keep"
     )
 
@@ -123,7 +123,7 @@ class OtherClasses(Component, group="evaluation.other_classes"):
         if not len(rows):
             raise DataError(
                 f"evaluation.other_classes.root={self.root}: every class in it is one of the primary task or of "
-                "dataset.keep_root"
+                "dataset.keep_root; give a folder with other classes"
             )
         nets = nets_of(comparison)
         predictions: dict[tuple[Stage, str], list[Tensor]] = {(stage, size): [] for size in sizes for stage in STAGES}
@@ -138,7 +138,9 @@ class OtherClasses(Component, group="evaluation.other_classes"):
                 if not size or predicted or reads(net, x):
                     predicted.append(net(x).argmax(1).cpu())
         if not labels:
-            raise DataError(f"evaluation.other_classes.root={self.root}: none of its images can be read")
+            raise DataError(
+                f"evaluation.other_classes.root={self.root}: none of its images can be read; give sound ones"
+            )
         truth = torch.cat(labels)
         measures.about["other_classes"] = {"classes": len(truth.unique()), "images": len(truth)}
         for (stage, size), parts in predictions.items():

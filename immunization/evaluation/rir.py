@@ -116,7 +116,7 @@ class RelativeRatio:
             measures.flag(
                 f"rank_deficient_{role}",
                 f"H has rank {k} of {width}: the authors' kappa is then sigma_1^2 / 1e-6, which measures the scale of "
-                "the features and no conditioning; read the rank-aware figures",
+                "the features and no conditioning; read the rank-aware numbers",
             )
         smallest, rounding = probe.sigma[-1].square().item(), width * spectrum.EPS * probe.sigma[0].square().item()
         if k == width and smallest < rounding:
@@ -141,7 +141,7 @@ class RelativeRatio:
                 measures.flag(
                     f"rank_uncertain_{role}",
                     f"a singular value of the {stage} features is near the rank tolerance, {tolerance:.1e} of the "
-                    f"largest, by the rounding of the stored numbers: kappa_{role} hangs on whether it counts",
+                    f"largest, by the rounding of the stored numbers: kappa_{role} depends on whether it counts",
                 )
 
 

@@ -71,7 +71,7 @@ class Validity(Component, group="evaluation.validity"):
             which = ", ".join(map(str, lacking[:5])) + ", ..." * (len(lacking) > 5)
             measures.flag(
                 f"untested_classes_{role}",
-                f"{len(lacking)} of {task.classes} classes ({which}) have no test rows; held-out figures lack them",
+                f"{len(lacking)} of {task.classes} classes ({which}) have no test rows; held-out numbers lack them",
             )
 
     @staticmethod
@@ -86,7 +86,7 @@ class Validity(Component, group="evaluation.validity"):
             measures.flag(
                 f"test_rows_seen_{role}",
                 f"{int(same.sum())} of {len(few)} test rows have features and label of a training row: where rows are "
-                "repeated or splits share them, held-out figures are none",
+                "repeated or splits share them, no number is held-out",
             )
 
     @staticmethod
@@ -99,7 +99,7 @@ class Validity(Component, group="evaluation.validity"):
             measures.flag(
                 f"ridge_limited_{role}",
                 f"the smallest eigenvalue of H, {probe.sigma[-1].square().item():.1e}, is below or near the 1e-6 of "
-                "the released code's kappa, which cannot see it; read the rank-aware figures",
+                "the released code's kappa, which cannot see it; read the rank-aware numbers",
             )
 
 

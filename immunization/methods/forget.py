@@ -75,8 +75,8 @@ class Forget(Method):
     def setup(self, model: Model, pair: TaskPair) -> None:
         if not model.trained() or (model.deep and not model.trains_layers):
             raise ConfigError(
-                f"method={self.name} trains layers, and there are none: a map behind the features loses nothing; name "
-                "layers with model.trainable=..."
+                f"method={self.name} needs trained layers, and there are none, since a map behind the features forgets "
+                "nothing; name layers with model.trainable=..."
             )
         scored = self.patience or self.max_accuracy_drop is not None
         if scored and not (len(pair.primary.val) and len(pair.harmful.val)):
@@ -253,7 +253,9 @@ class ForgetBlocks(Forget):
         self.blocks = [name for name in outputs if name in trained]
         self.renewed = bool(norms_of(model.extractor))
         if not self.blocks:
-            raise ConfigError(f"method={self.name}: none of {model.name}'s blocks is trained; see model.trainable")
+            raise ConfigError(
+                f"method={self.name}: none of {model.name}'s blocks is trained; name some with model.trainable=..."
+            )
         self.larger = model.enlarged(self.role, pair.harmful.train) if self.enlarged else None
 
     def check_path(self, task: Task) -> None:

@@ -44,7 +44,7 @@ class IMMA(Method):
     def setup(self, model: Model, pair: TaskPair) -> None:
         super().setup(model, pair)
         if model.deep and not model.trains_layers:
-            raise ConfigError(f"method={self.name} trains heads, and that of a folded map follows it: train layers")
+            raise ConfigError(f"method={self.name} needs trained layers, not a folded map; set model.trainable=last")
         self.attackers = {role: self._attacker(model, task) for role, task in pair.harmful_tasks.items()}
 
     def _attacker(self, model: Model, task: Task) -> nn.Linear:

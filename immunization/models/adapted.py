@@ -271,9 +271,9 @@ def find_heads(net: nn.Module, images: Tensor, expected: Tensor) -> tuple[list[H
             f"{expected.shape[1]} outputs, as many as the net"
         )
     raise ConfigError(
-        f"{kind} has no linear classifier: its output is not what {names[0]} gives, nor a weighted sum of the last "
-        "linear layers. Its forward changes what they give (softmax, a largest one, another dtype), or has them under "
-        "second names; let it return them as they are"
+        f"{kind} has no linear classifier: its output is not that of {names[0]}, nor a weighted sum of the last "
+        "linear layers. Its forward changes their outputs (by softmax, a maximum or another dtype), or the layers have "
+        "second names; return their outputs unchanged"
     )
 
 

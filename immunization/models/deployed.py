@@ -89,7 +89,7 @@ class Deployed(nn.Module):
         seen = self._values(inputs, [self._features, artefact.end])
         self.head, known = head_of(layers[-1].weights, rows_of(seen[self._features]), seen[artefact.end])
         self.fixed = (
-            f"{self.title} is run as it is: nobody trains its layers or changes its weights; its head is {known}"
+            f"{self.title} is run as it is: no attacker trains its layers or changes its weights; its head is {known}"
         )
 
     def _reads(self, inputs: Sequence[Tensor]) -> bool:
@@ -197,7 +197,7 @@ def head_of(weights: Sequence[Any], features: Tensor, logits: Tensor) -> tuple[n
     known = f"known to {error:.1g} of its largest output" if found[1:] else f"only fitted to {len(x)} rows"
     if not error < MISFIT:  # or NaN
         raise ConfigError(
-            f"what stands behind the features is not linear, a linear layer is off by {error:.0%}: give a net that "
+            f"what follows the features is not linear, a linear layer is off by {error:.0%}: give a net that "
             "ends in one, or name what that reads, audit(..., features=<name>)"
         )
     return head.to(features.device, torch.float32), known

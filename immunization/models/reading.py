@@ -159,7 +159,10 @@ class Reader(Model):
         numbers = labels[WHOLE].unique()
         lowest, highest, name = int(numbers[0]), int(numbers[-1]), f"{role}_loader"
         if role == "primary" and not 0 <= lowest <= highest < max(size, 2):
-            raise ConfigError(f"labels of {name} go from {lowest} to {highest}, the model has {size} outputs")
+            raise ConfigError(
+                f"labels of {name} go from {lowest} to {highest}, the model has {size} outputs: number them 0 to "
+                f"{size - 1}"
+            )
         if not 0 <= lowest <= highest < MOST_LABELS:
             raise DataError(f"labels of {name} go from {lowest} to {highest}; number classes 0, 1, ...")
         if len(numbers) < 2:
@@ -346,12 +349,12 @@ def outputs_of(task: ImageTask, size: int, net: str, classes: int | None = None)
     if classes == size or (classes, size) == (2, 1):
         if task.folders and (doubt := in_doubt(task.classes, task.order)):
             raise ConfigError(
-                f"{net} counts its outputs in an order of the {classes} class folders that is not known. {doubt} or "
+                f"the order in which {net} counts the {classes} class folders is not known. {doubt} or "
                 "dataset.primary.outputs=<csv>, the output of each folder"
             )
         return torch.arange(classes)
     raise ConfigError(
-        f"the head of {net} has {size} outputs, the primary task {task.name} {classes} classes, and their "
-        "names are no ImageNet ids: say which output means which class with dataset.primary.outputs=<csv>, or fit "
+        f"the head of {net} has {size} outputs, the primary task {task.name} has {classes} classes, and their names "
+        "are no ImageNet ids: give the output of each class with dataset.primary.outputs=<csv>, or fit "
         f"a head to these classes first (+model.arguments.num_classes={classes} with a checkpoint that has it)"
     )

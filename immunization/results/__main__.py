@@ -88,7 +88,9 @@ def _pages(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m immunization.results pages", description=blocks.__doc__)
     parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="Markdown (RESULTS.md, docs/results/*.md)")
     parser.add_argument("--runs", type=Path, default=Path("outputs/results"), help="folder of all runs (%(default)s)")
-    parser.add_argument("--figures", type=Path, default=Path("docs/images/results"), help="PNG figures (%(default)s)")
+    parser.add_argument(
+        "--figures", type=Path, default=Path("docs/images/results"), help="folder for PNG pictures (%(default)s)"
+    )
     options = parser.parse_args(arguments)
     for path in options.pages or blocks.pages():
         for folder, there in blocks.fill(path, options.runs, options.figures).items():
@@ -139,7 +141,7 @@ def _parser(board: bool) -> argparse.ArgumentParser:
     if not board:
         what = "measure that chooses the best setting, larger is better (%(default)s)"
         add("--objective", default=OBJECTIVE, help=what)
-        add("--no-figures", action="store_true", help="no figures, a few seconds faster")
+        add("--no-figures", action="store_true", help="no pictures, a few seconds faster")
     add("--title", default="Leaderboard" if board else "Results", help="heading of the report (%(default)s)")
     add(
         "--markdown",
@@ -147,8 +149,8 @@ def _parser(board: bool) -> argparse.ArgumentParser:
         metavar="FILE",
         help="also write all tables to FILE; for the leaderboard, between the marks in FILE",
     )
-    add("--figures", type=Path, metavar="FOLDER", help="folder for PNG figures (<output>/figures)")
-    add("--wandb", action="store_true", help="also log tables and figures to a summary run on W&B")
+    add("--figures", type=Path, metavar="FOLDER", help="folder for PNG pictures (<output>/figures)")
+    add("--wandb", action="store_true", help="also log tables and pictures to a summary run on W&B")
     return parser
 
 

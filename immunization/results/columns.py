@@ -516,7 +516,7 @@ NOTES = {
     "primary, before → after": "Primary: held out, by the own head or, without one, a retrained head. Accuracy: mean ± "
     "standard deviation over seeds, of the mean over pairs. R², loss and ratios: medians over runs, since one run can "
     "dominate a mean.",
-    "primary probe": "Probe: steps ratio of a probe by gradient descent, > where it never came to the end; large is "
+    "primary probe": "Probe: steps ratio of a probe by gradient descent, > where it never reached the bar; large is "
     "good for harmful and unseen tasks, at most 1 for primary and benign ones.",
     "price": "Price: operations of the cheapest attack that learns the harmful task, relative to the cheapest on the "
     "baseline; the smallest over several harmful tasks. Held: no attack learns it in most runs within its budget, "

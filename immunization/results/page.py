@@ -99,7 +99,7 @@ class Audit:
             where = f"in {count} of {len(results)} runs: " if len(results) > 1 else ""
             reasons[flag] = where + first.reasons.get(flag, "no reason given")
         if len({result.seed for result in results}) < 3:
-            reasons["few_seeds"] = "fewer than 3 seeds: nothing is known of the spread of these figures"
+            reasons["few_seeds"] = "fewer than 3 seeds: the spread of these numbers is unknown"
         return reasons
 
 

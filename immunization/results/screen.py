@@ -75,7 +75,7 @@ def present(
             sys.stdout.flush()
     pictures: list[Path] = []
     folder = result.folder or Path()
-    with _harmless("the figures cannot be drawn"), waiting("drawing the figures"):
+    with _harmless("the pictures cannot be drawn"), waiting("drawing the pictures"):
         if figures or (figures is None and not quiet):
             pictures = run_figures.draw(result, folder)
     if attacked(result):

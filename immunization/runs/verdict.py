@@ -253,7 +253,7 @@ def _worth(result: Measured) -> list[str]:
         f"(95 % interval {removed.low:.2f} to {removed.high:.2f})."
     ]
     if (most := records.value("ceiling/worth", task=role)) is not None:
-        lines.append(f"What stands before the changed layers leaves {max(most, 0):.2f} to be removed at most.")
+        lines.append(f"The blocks before the changed layers leave {max(most, 0):.2f} to be removed at most.")
     few = sorted(r.images for r in records.where(measure="worth/before", task=role) if r.images is not None)
     for name, scope in result.about.get(of_role("drawn_anew", role), {}).items():
         ceiling = records.get(f"ceiling/partial_{name}", role)

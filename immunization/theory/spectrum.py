@@ -221,7 +221,7 @@ def condition_number(
     default that of the dtype in which features are stored. `conditioning="authors"`: the released code's eigenvalues of
     F^T F + 1e-6 I, largest over smallest; for rank-deficient features that is sigma_1^2 / 1e-6.
     Without `rank` and `eps`, gives a UserWarning for features of 16 bits, whose rounding hides large condition numbers,
-    and for those of float32 with a singular value near the rank tolerance: kappa hangs on whether it counts.
+    and for those of float32 with a singular value near the rank tolerance: kappa depends on whether it counts.
     Raises DegenerateSpectrum for rank 0 or non-finite features, DataError for what is no matrix, ValueError for
     arguments that mean nothing.
     """
@@ -253,8 +253,8 @@ def condition_number(
         )
     elif asked and eps > EPS and is_near(sigma, tolerance):
         warnings.warn(
-            f"a singular value is near the rank tolerance, {tolerance:.2g} of the largest: kappa={kappa:.3g} hangs on "
-            "whether it counts; use a finer dtype, or give rank",
+            f"a singular value is near the rank tolerance, {tolerance:.2g} of the largest: kappa={kappa:.3g} depends "
+            "on whether it counts; use a finer dtype, or give rank",
             stacklevel=2,
         )
     return kappa

@@ -127,7 +127,9 @@ class LoaderPasses:
             self.taken += 1
             yield item
         if not self.taken:
-            raise DataError(f"the {self.role} loader gives no batches: it holds fewer images than one, or is exhausted")
+            raise DataError(
+                f"the {self.role} loader gives no batches: it has fewer images than one, or cannot be read twice"
+            )
         self.number, self.taken = self.number + 1, 0
 
     def __len__(self) -> int:

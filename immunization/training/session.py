@@ -172,7 +172,7 @@ class TrainingSession:
         if per_epoch is not None:
             self.method.epochs = math.ceil(self.steps / per_epoch)
         elif scheduler:
-            raise DataError("a scheduler needs it, and the harmful loader cannot say how many batches it gives")
+            raise DataError("the harmful loader has no length, which a scheduler needs; give it one, or scheduler=none")
         self.optimizer = optimizer_of(optimizer, self.model.groups())
         self.scheduler = scheduler and scheduler(self.optimizer, self.steps)
         distributed.attach(self.model.extractor, self.optimizer)

@@ -378,7 +378,7 @@ def test_what_stands_before_the_immunized_part_is_read_once_for_both_stages(colo
     assert torch.equal(real(attack, victim, "immunized").test, real(attack, victim, "baseline").test)
     assert victim.same_outside("layer3")
     assert not victim.same_outside("layer4")
-    with pytest.raises(Inapplicable, match="no block of the net stands before it"):
+    with pytest.raises(Inapplicable, match="no block of the net precedes it"):
         FrozenBlocks(scope="conv1").run(victim, "baseline")
     with pytest.raises(ConfigError, match="layer9"):
         FrozenBlocks(scope="layer9").check(victim.model)

@@ -269,7 +269,7 @@ def test_a_run_with_attacks(tmp_path):
     assert result.metrics["attack/linear_probe/steps_ratio"] > 100
     assert result.metrics["attack/closed_form_probe/steps_ratio"] == 1
     assert result.metrics["attack/worst/final"] == result.metrics["attack/closed_form_probe/final"]
-    assert "closed_form_probe comes to accuracy" in result.reasons["attack_succeeds"]
+    assert "closed_form_probe reaches accuracy" in result.reasons["attack_succeeds"]
     curve = result.curves["attack/linear_probe/accuracy"]
     assert curve["x"][-1] == 8192
     assert len(curve["x"]) == len(curve["y"]) == len(result.curves["attack/linear_probe/compute/baseline"]["x"])

@@ -49,12 +49,12 @@ def test_arguments_of_an_optimizer():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Lyon", r"attack\.adam\.optimizer=Lyon: there is none of this name in .* near are .*lion"),
+        ("Lyon", r"attack\.adam\.optimizer=Lyon: neither .* has it; near are .*lion"),
         ("xxxxx", r"list_optimizers\(\) has its names"),
-        ("LBFGS", r"optimizer=LBFGS: takes no step here: .*closure"),
-        ("SparseAdam", "takes no step here"),
-        ("adahessian", "takes no step here"),
-        ("fusedsgd", "takes no step here: AssertionError: CUDA"),
+        ("LBFGS", r"optimizer=LBFGS cannot take a step here .*closure"),
+        ("SparseAdam", "cannot take a step here"),
+        ("adahessian", "cannot take a step here"),
+        ("fusedsgd", r"cannot take a step here \(AssertionError: CUDA"),
     ],
 )
 def test_names_that_cannot_be_are_refused_before_anything_is_read(name, message):
@@ -69,7 +69,7 @@ def test_what_an_optimizer_does_not_take_is_named():
         Adam(arguments={"beta": 0.5})
     with pytest.raises(ConfigError, match=r"optimizer=adan: takes no step here: TypeError: .*momentun"):
         Adam(optimizer="adan", arguments={"momentun": 0.5})
-    with pytest.raises(ConfigError, match=r"attack\.\*\.optimizer=lyon: there is none of this name"):
+    with pytest.raises(ConfigError, match=r"attack\.\*\.optimizer=lyon: neither torch.optim"):
         FineTune(optimizer="lyon")
 
 

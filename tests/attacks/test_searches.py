@@ -245,7 +245,7 @@ def test_a_reference_that_does_not_learn_says_so(net):
         "scratch": Scratch(rates=[0.0], **SMALL),
     }
     measures = run_attacks(attacks, net)
-    assert "never came to" in measures.reasons["reference/scratch/cost"]
+    assert "did not reach" in measures.reasons["reference/scratch/cost"]
     assert measures.reasons["attack/worst/cost_over_scratch"] == "no reference learns the task"
 
 

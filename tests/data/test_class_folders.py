@@ -113,7 +113,9 @@ def test_a_head_fitted_in_timms_order_is_read_in_it(tmp_path, names, net):
 
 def test_folders_as_imagenetv2_has_them(tmp_path):
     folder_of(tmp_path, {f"{i}/0.png": Image.new("RGB", (2, 2)) for i in range(1000)})
-    with pytest.raises(ConfigError, match=r"order of the 1000 class folders that is not known.* 1, 10, 100.* 1, 2, 3"):
+    with pytest.raises(
+        ConfigError, match=r"order in which .* counts the 1000 class folders is not known.* 1, 10, 100.* 1, 2, 3"
+    ):
         outputs_of(opened(tmp_path, "primary"), 1000, "resnet18")
     task = opened(tmp_path, "primary", order="natural")
     outputs = outputs_of(task, 1000, "resnet18")
@@ -238,7 +240,7 @@ def test_tables_that_say_two_things(tmp_path):
         ("0:3", "text", ("1", "10", "11")),
         ("0:3", "natural", ("1", "2", "3")),
         (":", None, tuple(sorted(map(str, range(1, 13))))),
-        ("1:4", None, r"harmful\.classes=1:4: the folders are called by numbers, .* 1, 10, 11, 12, \.\.\.: set "
+        ("1:4", None, r"harmful\.classes=1:4: the folders have numbers as names, .* 1, 10, 11, 12, \.\.\.: set "
          r"dataset\.harmful\.order="),
         ([0, 1], None, "so that numbers are names, and none is called 0"),
         ([1, 13], None, "none is called 13"),
@@ -262,7 +264,7 @@ def test_numbers_are_no_places_of_padded_numbers(tmp_path, classes):
     """`[1, 2, 3]` was 002, 003 and 004."""
     images = folder_of(tmp_path, {f"{i:03}/0.png": Image.new("RGB", (2, 2)) for i in range(1, 13)})
     with pytest.raises(
-        ConfigError, match=r"called by numbers, 001, 002, 003, .*write the names in quotes, such as '00[15]'"
+        ConfigError, match=r"numbers as names, 001, 002, 003, .*write the names in quotes, such as '00[15]'"
     ):
         opened(images, classes=classes)
     named = opened(images, classes=["001", "003"])

@@ -99,5 +99,5 @@ def test_longer_texts_than_at_first_are_refused():
     batches = LabeledBatches("primary", given)
     list(batches)
     given[0] = {"input_ids": IDS, "attention_mask": MASK, "labels": Y}
-    with pytest.raises(DataError, match="gives 4 tokens, and when it was first read at most 3"):
+    with pytest.raises(DataError, match="gives 4 tokens, but gave at most 3 when it was first read"):
         list(batches)

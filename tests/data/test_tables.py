@@ -163,7 +163,7 @@ def test_columns_of_different_kinds_or_names_are_refused(frames):
     odd = frames | {"harmful": frame(1, amount=["much", "little"] * (N // 2))}
     refused(DataError, "amount holds numbers in tables['primary'] and categories in tables['harmful']", frames=odd)
     odd = frames | {"harmful": frame(1, extra=1.0)}
-    refused(DataError, "different columns, in one alone: extra", "dataset.drop=[extra]", frames=odd)
+    refused(DataError, "different columns: only one has extra", "dataset.drop=[extra]", frames=odd)
     assert read(odd, drop=["extra"]).dim == 6
     refused(ConfigError, "dataset.drop: there is no column nope; there are when, amount", frames=frames, drop=["nope"])
     refused(ConfigError, "'Primary' names no task; tasks are primary", frames={"Primary": frame(0)} | frames)

@@ -271,7 +271,7 @@ def test_a_memory_bank_larger_than_memory_says_its_size(net, monkeypatch):
 
 def test_a_net_without_a_trained_layer(net):
     model, tasks = opened(net, "fold")
-    with pytest.raises(ConfigError, match=r"method=forget trains layers, and there are none.*model\.trainable"):
+    with pytest.raises(ConfigError, match=r"method=forget needs trained layers, and there are none.*model\.trainable"):
         Forget(epochs=1, batch_size=16).setup(model, tasks)
 
 

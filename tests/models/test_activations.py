@@ -119,7 +119,7 @@ def test_large_sets_are_streamed(folders):
 def test_fewer_images_than_a_batch_are_refused(folders):
     pair = open_pair(folders, None, cache_limit=0.0)
     model, tasks = build(pair).read(pair, False)
-    with pytest.raises(DataError, match="the harmful loader gives no batches: it holds fewer images than one"):
+    with pytest.raises(DataError, match="the harmful loader gives no batches: it has fewer images than one"):
         next(batches_of(model, tasks, 70, torch.Generator()).epoch())  # of 72 and 66 images
     loaders = {"harmful": [(torch.ones(2, 3), torch.zeros(2))], "primary": []}
     passes = {role: LoaderPasses(one, role, lambda _, *xy: xy, 3) for role, one in loaders.items()}

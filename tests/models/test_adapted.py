@@ -91,7 +91,7 @@ def test_mistakes_are_named(net):
     pairs = loader(4, 0), loader(3, 1)
     with pytest.raises(ConfigError, match="Tuple gives a tuple of 1; wrap it in a module whose forward returns logits"):
         immunization.immunize(Tuple(), *pairs)
-    with pytest.raises(ConfigError, match=r"Softmax has no linear classifier: its output is not what top\.1 gives"):
+    with pytest.raises(ConfigError, match=r"Softmax has no linear classifier: its output is not that of top\.1"):
         immunization.immunize(Softmax(), *pairs)
     with pytest.raises(ConfigError, match=r"Small cannot read inputs of shape \(2, 8, 8\)"):
         immunization.immunize(net, [(torch.randn(4, 2, 8, 8), torch.arange(4))], pairs[1])
@@ -157,7 +157,7 @@ class Cast(Small):
 
 
 def test_a_net_that_changes_what_its_classifier_gives_is_refused(images):
-    with pytest.raises(ConfigError, match=r"its output is not what top\.1 gives, .* another dtype"):
+    with pytest.raises(ConfigError, match=r"its output is not that of top\.1, .* another dtype"):
         Adapted(Cast(), images)
 
 

@@ -290,7 +290,7 @@ def test_who_would_change_it_is_left_out_and_it_is_said(net, onnx_files):
     for name in attacks[2:]:
         assert result.metrics[f"attack/{name}/final"] is None
         assert f"attack/{name}/final_baseline" not in result.metrics
-    told = "QDQ.onnx is run as it is: nobody trains its layers or changes its weights; its head is known to "
+    told = "QDQ.onnx is run as it is: no attacker trains its layers or changes its weights; its head is known to "
     assert result.reasons["attack/finetune_trained/final"].startswith(told)
     assert re.search(r"Left out: finetune_trained, weights_int8, block_probe_renewed", result.reasons["only_run"])
     assert any(sentence.startswith(f"Mind: {told}") for sentence in result.verdict)

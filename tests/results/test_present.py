@@ -55,7 +55,7 @@ def test_failures_are_warnings_and_stop_nothing(result, monkeypatch, capsys, cap
     monkeypatch.setattr(run_figures, "draw", lambda *_: 1 / 0)
     broken, whole = Noting(fails=True), Noting()
     present(result, [Guarded(broken), whole], quiet=True, figures=True)
-    assert "the figures cannot be drawn (ZeroDivisionError" in caplog.text
+    assert "the pictures cannot be drawn (ZeroDivisionError" in caplog.text
     assert "the tracker Noting failed in finish (RuntimeError: no network) and is left out" in caplog.text
     assert broken.closed == whole.closed == [False]
     assert whole.figures == []
