@@ -100,7 +100,7 @@ def test_a_head_fitted_in_timms_order_is_read_in_it(tmp_path, names, net):
         logits = torch.nn.functional.linear(split.x, head[:, :-1], head[:, -1])
         assert (task.measure(logits, task.train.y) > 0.95) == right
     with pytest.raises(
-        ConfigError, match=rf"{net} counts .* in an order .*dataset\.primary\.order=text or natural, or "
+        ConfigError, match=rf"order in which {net} counts .* is not known.*dataset\.primary\.order=text or natural, or "
     ):
         made()
     table = tmp_path / "outputs.csv"
@@ -240,10 +240,10 @@ def test_tables_that_say_two_things(tmp_path):
         ("0:3", "text", ("1", "10", "11")),
         ("0:3", "natural", ("1", "2", "3")),
         (":", None, tuple(sorted(map(str, range(1, 13))))),
-        ("1:4", None, r"harmful\.classes=1:4: the folders have numbers as names, .* 1, 10, 11, 12, \.\.\.: set "
+        ("1:4", None, r"harmful\.classes=1:4: the folders have numbers as names, .* 1, 10, 11, 12, \.\.\.; set "
          r"dataset\.harmful\.order="),
-        ([0, 1], None, "so that numbers are names, and none is called 0"),
-        ([1, 13], None, "none is called 13"),
+        ([0, 1], None, r"no folder is called 0; .*write the names in quotes"),
+        ([1, 13], None, "no folder is called 13"),
         ([-1, -2], None, "-1 is neither one of the 12 class folders"),
     ],
     ids=str,

@@ -120,7 +120,7 @@ def test_missing_values_are_refused_unless_something_is_to_be_done_with_them(fra
         "2 by the median of the training rows and 1 as the category (missing), in amount (2), city (1)" in caplog.text
     )
     frames["harmful"].loc[7, "label"] = None
-    refused(DataError, "label (1)", "a target is never filled), or drop", frames=frames, missing="mean")
+    refused(DataError, "label (1)", "targets are not filled), or dataset.missing=drop", frames=frames, missing="mean")
     assert len(whole(read(frames, missing="drop").harmful)[0]) == N - 3
 
 
