@@ -119,6 +119,7 @@ class Bound(Stopping):
         method, theta = self.method, model.linear_map()
         last = method.ratios.of(model, "primary")
         if last <= self.limit and not self.acted and not self.stops:
+            self.unscored = []
             return  # the weights held the bound by themselves: the run is what it is without one
         self._score()
         maps = [] if theta is None or last <= self.limit else self._nearest(model, theta.double())

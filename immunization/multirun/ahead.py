@@ -1,5 +1,6 @@
 """Jobs of a multirun that are trained ahead of their turn, side by side with the first of them."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,15 +13,18 @@ from omegaconf import DictConfig, OmegaConf
 from immunization.compute import machine, randomness
 from immunization.config import check_trust, slug
 from immunization.experiment import Experiment, assemble, resolve
-from immunization.runs.folder import log
+from immunization.runs.folder import aside, log
 from immunization.runs.result import Result
 from immunization.runs.tracker import Tracker
 from immunization.training import side_by_side
 from immunization.training.assembly import Debug, Parts
 from immunization.training.session import Monitor, TrainingSession
 
-MOST, BYTES, SEARCHED = 16, 2**30, 256
-"""Jobs that are trained together at most, bytes of their training inputs, and jobs among which they are looked for."""
+MOST, BYTES, SEARCHED = 8, 2**30, 256
+"""Jobs that are trained together at most, bytes of their training inputs, and jobs among which they are looked for.
+
+More jobs are no faster: a step takes the time of its eigenproblems, and their matrices leave the processor's cache.
+"""
 LINEAR = "immunization.models.Linear"
 """The `_target_` of models that may be trained side by side."""
 Job = tuple[str, ...]
@@ -33,7 +37,7 @@ OWN = ("dataset", "method", "name", "objective", "pair", "seed", "tags")
 class Prepared:
     """A job before its training, or after it: its `session`, side by side with `others`, and still to be measured.
 
-    `random` is the state of its random numbers before the training.
+    `random` is the state of its random numbers before the training, and `said` what it logged, until its turn.
     """
 
     experiment: Experiment
@@ -41,6 +45,7 @@ class Prepared:
     session: TrainingSession | None = None
     others: int = 0
     random: dict[str, Any] = field(default_factory=randomness.states)
+    said: list[logging.LogRecord] = field(default_factory=list)
 
     @cached_property
     def kind(self) -> object:
@@ -56,13 +61,15 @@ class Prepared:
         parts, own = self.parts, self.experiment
         monitor = Monitor(parts.model, parts.trained_on, None)
         made = TrainingSession(parts, own.optimizer, own.scheduler, own.seed, monitor, log_every=own.log_every)
-        self.session = made
+        self.session, made.said = made, self.said
         return made
 
     def deliver(self, result: Result, trackers: Sequence[Tracker]) -> None:
         """Give what was logged during the training to the job's own result and trackers."""
         assert self.session is not None  # it was trained
         assert self.session.monitor is not None
+        for record in self.said:
+            log.handle(record)
         log.info("trained side by side with %d other jobs of this multirun", self.others)
         self.session.monitor.deliver(result, trackers)
         result.seconds["immunize"] = self.session.seconds
@@ -143,11 +150,13 @@ class Ahead:
             OmegaConf.set_struct(config, False)
             del config["hydra"]
             check_trust(config, job)
-            experiment = resolve(config, job)
+            with aside() as said:
+                experiment = resolve(config, job)
             self.shared[job] = repr({key: value for key, value in experiment.settings.items() if key not in OWN})
             if like and self.shared[job] != self.shared[like]:
                 return None
-            made = Prepared(experiment, assemble(experiment))
+            with aside(said):
+                made = Prepared(experiment, assemble(experiment), said=said)
             if made.kind is not None:
                 return made
         except Exception:  # the job says so itself when its turn comes

@@ -208,6 +208,20 @@ def _logging_to(file: logging.Handler) -> Iterator[None]:
             file.close()
 
 
+@contextmanager
+def aside(said: list[logging.LogRecord] | None = None) -> Iterator[list[logging.LogRecord]]:
+    """Inside, what is logged joins a list, for `log.handle` when its run is the one that is logged."""
+    said = [] if said is None else said
+    before, propagate, log.propagate = log.handlers, log.propagate, False
+    keep = logging.Handler()
+    setattr(keep, "emit", said.append)  # noqa: B010
+    log.handlers = [keep]
+    try:
+        yield said
+    finally:
+        log.handlers, log.propagate = before, propagate
+
+
 def in_words(error: BaseException, folder: Path) -> BaseException:
     """A mistake that OmegaConf met in an interpolation, or a full disk, in one line of ours; others as they are."""
     if isinstance(error, InterpolationResolutionError | MissingMandatoryValue):

@@ -111,6 +111,11 @@ def train(
                 on_step(at.step, terms)
                 if at.step >= most:
                     return at.step
-            ended = [hook.epoch_end(model, at.epoch) for hook in (method, *method.callbacks)]
-            at.epoch = method.epochs if any(ended) else at.epoch + 1
+            end_epoch(method, model, at)
     return at.step
+
+
+def end_epoch(method: Method, model: Model, at: Progress) -> None:
+    """Tell a method and its callbacks that an epoch has ended: the last one of the training, if one of them says so."""
+    ended = [hook.epoch_end(model, at.epoch) for hook in (method, *method.callbacks)]
+    at.epoch = method.epochs if any(ended) else at.epoch + 1

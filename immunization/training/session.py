@@ -129,6 +129,7 @@ class TrainingSession:
         self.progress, self.started, self.steps = Progress(), time.perf_counter(), 0
         self.earlier = state["seconds"] if state else 0.0
         self.took: float | None = None
+        self.said: list[logging.LogRecord] = []  # what is logged before its turn, of a job side by side with others
 
     @property
     def seconds(self) -> float:
@@ -202,10 +203,15 @@ class TrainingSession:
         period = self.monitor.period
         return step % every == 0 or step == self.steps or (step % period == 0 and period > 1)
 
+    def note(self, step: int, terms: Mapping[str, Tensor], place: int | None = None) -> dict[str, float]:
+        """Log a step where it is one that is logged, and return its numbers; `terms` may be those of a stack's jobs."""
+        if not self.monitor or not self.logged(step):
+            return {}
+        return self.monitor(step, {name: term if place is None else term[place] for name, term in terms.items()})
+
     def _after_step(self, step: int, terms: dict[str, Tensor]) -> None:
         self.bar.update()
-        if self.monitor and self.logged(step):
-            values = self.monitor(step, terms)
+        if values := self.note(step, terms):
             shown = {name: f"{values[name]:.3g}" for name in ("loss", "rir", "lr") if name in values}
             self.bar.set_postfix(shown, refresh=False)
         if self.keeper:

@@ -15,9 +15,10 @@ from immunization.errors import UserError
 from immunization.methods.base import Callback, Method, checked_step
 from immunization.models import Linear
 from immunization.models.base import Batch
+from immunization.runs.folder import aside
 from immunization.terminal import doing, progress_bar
 from immunization.training.assembly import Parts
-from immunization.training.loop import Watch
+from immunization.training.loop import Watch, end_epoch
 from immunization.training.session import TrainingSession
 
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -120,10 +121,8 @@ class _Stack:
         """What follows a step of one job; `terms` are those of all [J]."""
         at, method = session.progress, session.method
         at.step += 1
-        if session.monitor and session.logged(at.step):
-            session.monitor(at.step, {name: term[place] for name, term in terms.items()})
-        ended = [hook.epoch_end(session.model, at.epoch) for hook in (method, *method.callbacks)]
-        at.epoch = method.epochs if any(ended) else at.epoch + 1
+        session.note(at.step, terms, place)
+        end_epoch(method, session.model, at)
         if at.epoch >= method.epochs:
             del self.running[place]
             for parameter in session.model.parameters():
@@ -142,7 +141,8 @@ class _Stack:
 def _prepared(session: TrainingSession) -> bool:
     """Whether a session is ready for a stack, without callbacks that add to the loss."""
     try:
-        session.prepare()
+        with aside(session.said):
+            session.prepare()
     except UserError:
         return False
     return all(type(callback).add is Callback.add for callback in session.method.callbacks)

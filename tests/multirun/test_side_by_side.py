@@ -112,6 +112,13 @@ def test_jobs_that_cannot_be_stacked_are_trained_alone(multirun):
     assert any("RuntimeError: no stacks" in path.read_text() for path in Path("jobs").glob("*/run.log"))
 
 
+def test_each_log_has_the_warnings_of_its_own_job(multirun):
+    multirun("jobs", "method.max_accuracy_drop=0.5", "method.lambda_H=1,2,3", "seed=0")
+    logs = [path.read_text() for path in Path("jobs").glob("*/run.log")]
+    assert [text.count("max_accuracy_drop has little effect") for text in logs] == [1, 1, 1]
+    assert all("side by side with 2 other jobs" in text for text in logs)
+
+
 def test_an_audit_in_a_multirun_reads_the_data_of_the_run(multirun):
     multirun("made", "seed=5", "dataset.primary=3", "dataset.harmful=8")
     (folder,) = Path("made").glob("0_*")
