@@ -1,10 +1,10 @@
-"""Reference tables that site.py writes into pages, from the code: `python docs/references.py attackers` prints one.
+"""Reference tables of the pages, from the code: `PYTHONPATH=. python docs/references.py` writes them anew.
 
-A page has the line `<!-- generated: attackers -->` where the site has the table.
+They are between the lines `<!-- generated: attackers -->` and `<!-- /generated -->` of a page. The site makes them anew
+when it is built.
 """
 
 import re
-import sys
 from collections.abc import Iterator
 from inspect import cleandoc
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+import immunization
 from immunization import attacks as of_attacks
 from immunization import methods as of_methods
 from immunization.attacks import Attack, FineTune, FreshPart, ProbeAttack
@@ -182,14 +183,26 @@ def methods() -> str:
     return "\n".join(lines)
 
 
-TABLES = {made.__name__: made for made in (configuration, attackers, methods)}
-MARK = re.compile(r"<!-- generated: (\w+) -->")
+def python() -> str:
+    """One row a name of `import immunization`: its summary, and its source."""
+    lines = ["| `immunization.` | what it does | source |", "|---|---|---|"]
+    for name in immunization.__all__:
+        found = getattr(immunization, name)
+        summary = cell(cleandoc(found.__doc__).partition("\n\n")[0].replace("\n", " "))
+        path = f"{found.__module__.replace('.', '/')}.py"
+        lines.append(f"| `{name}` | {summary} | [{path}](../{path}) |")
+    return "\n".join(lines)
+
+
+TABLES = {made.__name__: made for made in (configuration, attackers, methods, python)}
+MARK = re.compile(r"<!-- generated: (\w+) -->.*?<!-- /generated -->", re.S)
 
 
 def filled(markdown: str) -> str:
     """A page with its generated tables."""
-    return MARK.sub(lambda mark: TABLES[mark[1]](), markdown)
+    return MARK.sub(lambda m: f"<!-- generated: {m[1]} -->\n\n{TABLES[m[1]]()}\n\n<!-- /generated -->", markdown)
 
 
 if __name__ == "__main__":
-    print(TABLES[sys.argv[1]]())
+    for page in Path(__file__).parent.glob("*.md"):
+        page.write_text(filled(page.read_text()))

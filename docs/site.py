@@ -49,7 +49,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     sys.path += [place for place in (str(ROOT), str(ROOT / "docs")) if place not in sys.path]
     from references import filled
 
-    return filled(LINK.sub(moved, markdown))
+    return LINK.sub(moved, filled(markdown))
 
 
 def on_page_content(content: str, **_: Any) -> str:

@@ -73,6 +73,17 @@ def test_hyperparameters_page_is_current() -> None:
     assert (ROOT / "docs" / "hyperparameters.md").read_text() == module.page()
 
 
+@pytest.mark.parametrize("name", ["attackers", "configuration", "methods", "reference"])
+def test_generated_pages_are_current(name: str) -> None:
+    """`PYTHONPATH=. python docs/references.py` writes them anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs")
+        references = importlib.import_module("references")
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    assert len(references.MARK.findall(text)) == 1
+    assert references.filled(text) == text, "docs are not current: PYTHONPATH=. python docs/references.py"
+
+
 def commands(page: Path) -> list[list[str]]:
     """Every `python launch.py` of a page, its first job where it is a multirun; loops are left out."""
     found = re.findall(r"python launch\.py ([^`\n]+)", page.read_text().replace("\\\n", " "))

@@ -62,7 +62,7 @@ def readings(
 ) -> list[Tensor]:
     """Predictions [..., R, V + T, outputs] for each ridge, of the basis of each of `reads` that validation rows choose.
 
-    `train` [..., N, D] and `y` [..., N] are labelled rows of each draw, `held_out` [V + T, D] those of validation, V,
+    `train` [..., N, D] and `y` [..., N] are labeled rows of each draw, `held_out` [V + T, D] those of validation, V,
     and test. Bases of one width are read at once, and one that several have only once.
     """
     targets, val = task.targets(y.flatten()).unflatten(0, y.shape), held_out[: len(task.val)]
