@@ -157,13 +157,16 @@ INTRODUCTION = """# What hiding costs
 python benchmarks/decoys.py --runs docs/results/decoys.jsonl --page docs/results/decoys.md --data data
 ```
 
-Medians, by the number m of squeezed directions ([theory](../theory.md#a-map-in-closed-form)); *least* has those that
-the harmful task needs, and no decoy. *Steps* are those of gradient descent on a fresh probe, as a multiple of the
-baseline's, at most 2^20 of them. *Benign* tasks are two digits, or 20 classes of Caltech-101, that no method was
-shown; the slower one counts. *Told* is what an attacker with the map's singular directions gains in test accuracy
-over one with random directions (`evaluation.leak`). Labels are per class; of House Prices, a regression, they are so
-many rows in all, of which nobody learns anything. Digits are 90 ordered pairs, ten of them for methods that train.
-The primary task of `resnet18_1000` has the 1,000 classes of ImageNet, as the net itself tells them, on 6,800 images.
+Numbers are medians, by the number m of squeezed directions ([theory](../theory.md#a-map-in-closed-form)). With *least*,
+m is what the harmful task needs, without a decoy.
+
+- *Steps* are those of gradient descent on a fresh probe, as a multiple of the baseline's. They end at 2^20.
+- *Benign* tasks are two digits, or 20 classes of Caltech-101, that no method was shown. The slower task counts.
+- *Told* is the test accuracy that an attacker with the map's singular directions gains over one with random directions
+  (`evaluation.leak`). Labels are per class. House Prices is a regression, so there they are rows in all; no attacker
+  learns anything from them.
+- Digits are 90 ordered pairs, ten of them for methods that train.
+- The primary task of `resnet18_1000` has the 1,000 classes of ImageNet, as the net itself predicts them, on 6,800 images.
 """
 
 

@@ -127,7 +127,7 @@ def test_files_that_cannot_be_replayed_are_refused_in_one_line(content, message,
 
 
 def test_other_bad_input_is_refused_before_anything_is_trained(tmp_path):
-    with pytest.raises(ConfigError, match=r"give attack\.\*\.search"):
+    with pytest.raises(ConfigError, match=r"search and attack\.\*\.replay are both given"):
         FineTune(search=2, replay="x.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         FineTune(replay=str(tmp_path / "none.json"))
