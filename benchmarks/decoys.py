@@ -166,7 +166,7 @@ m is what the harmful task needs, without a decoy.
   (`evaluation.leak`). Labels are per class. House Prices is a regression, so there they are rows in all; no attacker
   learns anything from them.
 - Digits are 90 ordered pairs, ten of them for methods that train.
-- The primary task of `resnet18_1000` has the 1,000 classes of ImageNet, as the net itself predicts them, on 6,800 images.
+- The primary task of `resnet18_1000` has the 1,000 classes of ImageNet, as the net predicts them, on 6,800 images.
 """
 
 
