@@ -227,10 +227,10 @@ Every optimizer of torch.optim and timm.optim that runs on a CPU, {versions}, tr
 python benchmarks/optimizers.py --runs docs/results/optimizers.jsonl --page docs/results/optimizers.md --steps {steps}
 ```
 
-{count} take different steps without weight decay; other names for the same stand behind. Cells: steps (on the grid
-2^(j/4)) until the first of 12 rates, 1e-3 to 1e3, has the bar on validation rows: 90 % of the way from guessing to the
-best of gradient descent on raw features. >: none of them has it within so many steps. What is missing was not
-measured; the same command, or one with more steps, goes on. *rotated*: in the right singular axes of theta, which the
+{count} take different steps without weight decay; other names for the same follow a comma. A cell has the steps (on the
+grid 2^(j/4)) until the first of 12 rates, 1e-3 to 1e3, has the bar on validation rows: 90 % of the way from guessing
+to the best of gradient descent on raw features. With > none of them reaches it within so many steps. Empty cells were
+not measured; the same command, or one with more steps, continues. *rotated*: in right singular axes of theta, which the
 weights tell. *standardized*: each feature, by the attacker. lambda_1 is 1. Digits of scikit-learn, seed 0, defaults.
 
 On your data: `attack=[adam] attack.adam.optimizer=<name>`.

@@ -20,6 +20,10 @@ pytestmark = pytest.mark.trains
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+README_ROWS = re.findall(r"^\| `?(\w+)`? \| (\.\d+) \| (\.\d+) \|$", (ROOT / "README.md").read_text(), re.M)
+"""Method, accuracy by gradient descent and by whitening."""
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_resolve(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
@@ -107,6 +111,7 @@ def test_commands_compose(page: Path) -> None:
 
 
 def test_the_readme_has_commands() -> None:
+    assert len(README_ROWS) == 6
     assert len(commands(ROOT / "README.md")) >= 10
 
 
@@ -125,6 +130,16 @@ def test_lines_that_differ_are_found() -> None:
     assert missing(["(i) 1.88", "RIR 7.19"], lines) == "RIR 7.19"
     assert missing(["(ii) 1.88"], lines) == "(ii) 1.88"
     assert missing(["(i) 2.2"], lines) == "(i) 2.2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", README_ROWS, ids=lambda row: row[0])
+def test_the_table_of_the_readme_is_what_its_command_gives(row: tuple[str, str, str], tmp_path: Path) -> None:
+    method, descent, whitening = row
+    options = [f"method={method.replace('none', 'identity')}", "attack=[linear_probe,adam,whitened_probe]"]
+    metrics = run([*options, "tracker=none", "figures=false"], folder=tmp_path).metrics
+    for attack, shown in (("linear_probe", descent), ("whitened_probe", whitening)):
+        assert metrics[f"attack/{attack}/final"] == pytest.approx(float(shown), abs=1.5 / 72)  # one of 72 images
 
 
 def test_python_example_of_the_readme(tmp_path: Path) -> None:
