@@ -87,6 +87,7 @@ class Ahead:
         self.prepared: dict[Job, Prepared] = {}
         self.spare: dict[Job, Prepared] = {}
         self.shared: dict[Job, str] = {}
+        self.kinds: dict[Job, object] = {}
         self.alone: set[Job] = set()
 
     def take(self, overrides: Sequence[str]) -> Prepared | None:
@@ -116,6 +117,8 @@ class Ahead:
             if job in self.prepared or job in self.alone or len(jobs) >= most:
                 continue
             if self.shared.get(job, self.shared[first]) != self.shared[first]:
+                continue
+            if self.kinds.get(_but(job, like), like.kind) != like.kind:  # as of a job with the same data
                 continue
             if other := self.spare.pop(job, None) or self._prepare(job, first):
                 (jobs if other.kind == like.kind else self.spare)[job] = other
@@ -158,8 +161,15 @@ class Ahead:
             with aside(said):
                 made = Prepared(experiment, assemble(experiment), said=said)
             if made.kind is not None:
+                self.kinds[_but(job, made)] = made.kind
                 return made
         except Exception:  # the job says so itself when its turn comes
             pass
         self.alone.add(job)
         return None
+
+
+def _but(job: Job, made: Prepared) -> Job:
+    """The overrides of a job but for those in which jobs of its kind may differ."""
+    varied = tuple(f"method.{name}=" for name in made.parts.method.side_by_side or ())
+    return tuple(word for word in job if not word.startswith(varied))

@@ -4,6 +4,7 @@ Features F = U S V^T [N, D] of rank k, targets Y [N, C], no bias, w_0 = 0. With 
 t steps of size 1/lambda_1 lead exactly to w_t = V diag((1 - (1 - r)^t) / sigma) c, whatever t is.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,16 +127,21 @@ class Probe:
         # squares of 1/sigma may leave the range of float64
         scaled = self.sigma[:r, None] / spectrum.power_of_two(self.sigma)
         error = (self.coefficients[:r] / scaled).cpu().numpy()
-        norms = [np.linalg.norm(error)]
+        norms = [_length(error)]
         for _ in range(steps):  # numpy: several times less overhead than torch for arrays this small
             gradient = curvature * error
             square = np.square(gradient)
             along = (curvature * square).sum()
             if along > 0:
                 error = error - gradient * (square.sum() / along)
-            norms.append(np.linalg.norm(error))
+            norms.append(_length(error))
         ratio = torch.tensor(norms, dtype=torch.float64)
         return ratio / ratio[0]
+
+
+def _length(x: np.ndarray) -> float:
+    """The Frobenius norm, without what `np.linalg.norm` looks at first."""
+    return math.sqrt(np.dot(flat := x.ravel(), flat))
 
 
 class _Residuals(torch.autograd.Function):

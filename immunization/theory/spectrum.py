@@ -22,6 +22,8 @@ from immunization.errors import DataError, DegenerateSpectrum
 
 EPS, EPS32 = (torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32))
 AUTHORS_RIDGE = 1e-6
+CACHED = 2**17
+"""Entries of a block that a QR decomposition works on: of many rows, it waits for memory most of the time."""
 NEAR = 3
 """A singular value within so many times of the rank tolerance, above or below, may count or not."""
 
@@ -68,20 +70,28 @@ def triangular_factor(features: Features) -> tuple[Tensor, int]:
             raise DataError(f"features must be a tensor [N, D], or batches of its rows, not {given}")
         if batch.is_complex():
             raise DataError("features must be real numbers, not complex ones")
-        if not torch.isfinite(batch).all():
+        # a sum takes a tenth of the time; that of large finite numbers may be infinite, too
+        if not torch.isfinite(batch.sum()) and not torch.isfinite(batch).all():
             raise DegenerateSpectrum("the features hold NaN or infinite values; their spectrum does not exist")
         if pending and batch.shape[1] != pending[0].shape[1]:
             raise DataError(
                 f"batches of features must have one width: one has {batch.shape[1]} columns, those before "
                 f"have {pending[0].shape[1]}"
             )
-        pending.append(batch.detach().double())
-        rows, waiting = rows + len(batch), waiting + len(batch)
-        if waiting >= batch.shape[1]:
-            pending, waiting = [torch.linalg.qr(torch.cat(pending), mode="r").R], 0
+        for block in _blocks(batch.detach()):
+            pending.append(block.double())
+            rows, waiting = rows + len(block), waiting + len(block)
+            if waiting >= batch.shape[1]:
+                pending, waiting = [torch.linalg.qr(torch.cat(pending), mode="r").R], 0
     if not pending:
         raise DegenerateSpectrum("no features were given: the matrix has no rows")
     return torch.linalg.qr(torch.cat(pending), mode="r").R if waiting or len(pending) > 1 else pending[0], rows
+
+
+def _blocks(batch: Tensor) -> Sequence[Tensor]:
+    """A batch [n, D] in blocks of `CACHED` entries where that is many more rows than D; else whole."""
+    rows = CACHED // max(1, batch.shape[1])
+    return batch.split(rows) if 16 * batch.shape[1] <= rows < len(batch) else (batch,)
 
 
 def rank_tolerance(shape: Sequence[int], eps: float = EPS) -> float:

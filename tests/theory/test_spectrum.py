@@ -45,6 +45,18 @@ def test_streaming_holds_one_batch_at_a_time():
     assert_close(spectrum.singular_values(batches()), torch.linalg.svdvals(whole))
 
 
+def test_long_batches_are_folded_in_blocks():
+    """More rows than a cache holds at once: the factor has the same Gram, and the last block may have few rows."""
+    features = gaussian(spectrum.CACHED // 4 + 3, 8, seed=0)
+    factor, rows = spectrum.triangular_factor(features)
+    assert rows == len(features)
+    assert_close(factor.T @ factor, features.T @ features, rtol=1e-12, atol=1e-9)
+    with pytest.raises(DegenerateSpectrum, match="NaN or infinite"):
+        spectrum.triangular_factor(features.index_fill(0, torch.tensor([len(features) - 1]), math.inf))
+    large = torch.full((4, 2), 1e308, dtype=torch.float64)  # whose sum is infinite
+    assert spectrum.triangular_factor(large)[1] == 4
+
+
 def test_small_singular_values_survive_where_a_gram_matrix_loses_them():
     """sigma from 1 down to 1e-12: kept to 0.1 % by the triangular factor; the eigenvalues of F^T F are noise there."""
     sigma = torch.logspace(0, -12, 7, dtype=torch.float64)
