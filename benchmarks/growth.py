@@ -1,7 +1,8 @@
 """How cost grows, each beside its floor: `python benchmarks/growth.py [--sizes 64 256 784 2048] [--rows 3 4 5 6 7]`.
 
 1. A step of condition_number for D features: against its own matrix products at the speed that BLAS has at that size.
-2. kappa of 10^n rows of 64 features, streamed in batches of 10^5: against reading as many bytes once.
+2. kappa of 10^n rows of 64 features, streamed in batches of 10^5: against a QR decomposition's operations at the speed
+   of BLAS (two products X^T X), and against reading as many bytes once.
 3. A step of one of J jobs that are trained side by side, digits, D = 64: against one that is trained alone.
 
 One thread, float64, processor seconds (`clock.py`): read the ratios.
@@ -46,7 +47,8 @@ def steps(sizes: list[int]) -> None:
 
 
 def measures(powers: list[int]) -> None:
-    print("\n| rows of 64 features | kappa | reading them | ratio |\n|---:|---:|---:|---:|", flush=True)
+    heads = "| rows of 64 features | kappa | two products X^T X | ratio | reading them | ratio |"
+    print(f"\n{heads}\n{'|---:' * 6}|", flush=True)
     block = torch.randn(BATCH, 64, dtype=torch.float64)
 
     def batches(rows: int) -> Iterator[Tensor]:
@@ -55,12 +57,14 @@ def measures(powers: list[int]) -> None:
 
     for power in powers:
         rows = 10**power
-        kappa, reading = seconds(
+        kappa, gram, reading = seconds(
             lambda rows=rows: condition_number(batches(rows)),
+            lambda rows=rows: [batch.mT @ batch for batch in batches(rows)],
             lambda rows=rows: [batch.sum() for batch in batches(rows)],
             repeats=3,
         )
-        print(f"| 10^{power} | {kappa * 1e3:.2f} ms | {reading * 1e3:.2f} ms | {kappa / reading:.1f} |", flush=True)
+        floors = (f"{own * 1e3:.2f} ms | {kappa / own:.1f}" for own in (2 * gram, reading))
+        print(f"| 10^{power} | {kappa * 1e3:.2f} ms | {' | '.join(floors)} |", flush=True)
 
 
 def jobs(counts: list[int]) -> None:
@@ -91,7 +95,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 784, 2048])
     parser.add_argument("--rows", type=int, nargs="+", default=[3, 4, 5, 6, 7], help="powers of ten")
-    parser.add_argument("--jobs", type=int, nargs="+", default=[1, 4, 16, 32])
+    parser.add_argument("--jobs", type=int, nargs="+", default=[1, 4, 8, 16])
     asked = parser.parse_args()
     set_threads(1)
     steps(asked.sizes)
