@@ -148,7 +148,7 @@ class BlockProbe(Attack, group="attack.block_probe"):
         most = max(len(blend.rows) for blend in blends)
         mirrored = max(len(blend.rows) * (fit.reading.views - 1) for blend in blends for fit in blend.fits)
         spent += outputs.cost(outputs.blocks, most + mirrored)  # one pass for all readings
-        return curve_of(task, blends, lambda blend: on_test(task, outputs, ridges, blend), spent)
+        return curve_of(task, blends, on_test(task, outputs, ridges), spent)
 
 
 class LayerProbe(BlockProbe, group="attack.layer_probe"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +15,9 @@ from immunization.theory.spectrum import power_of_two
 
 NOISE = 10 * torch.finfo(torch.float32).eps
 """Deviation of a column, relative to its largest value, below which it holds nothing but rounding."""
+
+PART = 2**18
+"""Numbers that are standardized at a time: as many as the processor's cache holds."""
 
 SHARPNESS = torch.logspace(-0.5, 1.5, 17, dtype=torch.float64)
 """What classes' scores of deviation 1 are multiplied by before the softmax that makes them probabilities."""
@@ -44,23 +48,27 @@ class Kernel:
         return Kernel(*sums, self.columns + more.columns)
 
     @classmethod
-    def of(cls, train: Tensor, others: Tensor, root: bool = False) -> Kernel:
-        """From columns [n, D] and [M, D] in float64, on any device, which it overwrites.
+    def of(cls, train: Tensor, *others: Tensor, root: bool = False) -> Kernel:
+        """From columns [n, D], or the mean of one or two views [views, n, D], and those of other rows, [.., M_i, D].
 
-        Columns that do not vary, up to rounding, are left out. `root`: of the columns' signed square roots.
+        Columns that do not vary, up to rounding, are left out. `root`: of the columns' signed square roots. All is
+        computed in float64.
         """
-        scale = power_of_two(train)
-        train, others = train.div_(scale), others.div_(scale)
-        mean, deviation = _moments(train)
-        alive = deviation > NOISE * torch.maximum(train.amax(0), -train.amin(0))
-        if not alive.all():
-            train, others, mean, deviation = (x[..., alive] for x in (train, others, mean, deviation))
+        columns = _mean(train, root=False)
+        mean, deviation = _moments(columns)
+        alive = deviation > NOISE * torch.maximum(columns.amax(0), -columns.amin(0))
         if root:
-            train, others = (x.sign().mul_(x.abs_().sqrt_()) for x in (train, others))
-            mean, deviation = _moments(train)
-        train, others = (x.sub_(mean).div_(deviation) for x in (train, others))
-        squares = torch.linalg.vector_norm(others, dim=1).square()
-        return cls((train @ train.T).cpu(), (others @ train.T).cpu(), squares.cpu(), int(alive.sum()))
+            columns = _mean(train, root)
+            mean, deviation = _moments(columns)
+        deviation = deviation.where(alive, math.inf)  # what is divided by it is 0
+        columns.sub_(mean).div_(deviation)
+        sizes, rows = [x.shape[-2] for x in others], max(1, PART // max(1, len(mean)))
+        rest, squares = mean.new_empty(sum(sizes), len(mean)), mean.new_empty(sum(sizes))
+        for into, norms, views in zip(rest.split(sizes), squares.split(sizes), others, strict=True):
+            for part, norm, own in zip(into.split(rows), norms.split(rows), views.split(rows, -2), strict=True):
+                part.copy_(_mean(own, root).sub_(mean).div_(deviation))
+                norm.copy_(torch.linalg.vector_norm(part, dim=1).square())
+        return cls(_gram(columns).cpu(), (rest @ columns.T).cpu(), squares.cpu(), int(alive.sum()))
 
     @classmethod
     def centered(cls, own: Tensor, others: Tensor, squares: Tensor, columns: int) -> Kernel:
@@ -138,13 +146,33 @@ def probabilities(scores: Tensor, labels: Tensor) -> Tensor:
     """
     deviation = scores[:, : len(labels)].std((1, 2), keepdim=True)
     scaled = scores / deviation.where(deviation > 0, 1.0)
-    places = labels[None, :, None].expand(len(scores), -1, 1)
-    losses = [-torch.log_softmax(scaled[:, : len(labels)] * s, 2).gather(2, places).mean((1, 2)) for s in SHARPNESS]
+    own = scaled[:, : len(labels)].permute(2, 0, 1).contiguous()  # sums over classes that lie apart are faster
+    right = own.gather(0, labels.expand(1, *own.shape[1:]))[0]
+    losses = [(torch.logsumexp(own * s, 0) - right * s).mean(1) for s in SHARPNESS.tolist()]
     return torch.softmax(scaled * SHARPNESS[torch.stack(losses).argmin(0)][:, None, None], 2)
+
+
+def _mean(views: Tensor, root: bool) -> Tensor:
+    """Columns [N, D] or the mean of one or two views [views, N, D], in float64; with `root` its signed square roots."""
+    first, *more = views if views.ndim == 3 else [views]
+    mean = first.to(torch.float64, copy=True)
+    for other in more:
+        mean.add_(other).mul_(0.5)
+    return mean.sign().mul_(mean.abs_().sqrt_()) if root else mean
+
+
+def _gram(x: Tensor) -> Tensor:
+    """Inner products [n, n] of rows [n, D] in float64: in the CPU's memory, half of them are computed."""
+    if x.device.type != "cpu" or not x.numel():
+        return x @ x.T
+    from scipy.linalg.blas import dsyrk
+
+    half = torch.from_numpy(dsyrk(1.0, x.numpy().T, trans=1)).mT  # the lower one, row by row
+    return half.tril_().add_(half.tril(-1).mT)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and deviation [D] of columns [N, D], part by part: a third of the time of torch's variance."""
-    mean = x.mean(0)
-    squares = sum((part - mean).square_().sum(0) for part in x.split(64))
-    return mean, (squares / len(x)).sqrt()
+    mean, scale = x.mean(0), power_of_two(x)
+    squares = sum(((part - mean) / scale).square_().sum(0) for part in x.split(64))
+    return mean, (squares / len(x)).sqrt() * scale

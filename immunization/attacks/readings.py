@@ -135,8 +135,7 @@ class Fitter:
     def _kernel(self, block: str, pooling: str, views: int, root: bool) -> Kernel:
         """That of one pooling of a block, averaged over views, of training rows and of the rows of other splits."""
         train, *others = (self.outputs.columns(block, pooling, split)[:views] for split in self.splits)
-        train, *others = (_mean(x) for x in (train[:, self.rows.to(train.device)], *others))
-        return Kernel.of(train, torch.cat(others), root)
+        return Kernel.of(train[:, self.rows.to(train.device)], *others, root=root)
 
     def fit(self, reading: Reading, rules: Sequence[Rule] = ()) -> Fit:
         """By the best of `rules` on validation rows, or of all; where no column varies it guesses."""
@@ -237,12 +236,20 @@ def blended(task: Task, outputs: Outputs, rows: Tensor, fits: Sequence[Fit]) -> 
     return Blend.of(rows, chosen, error, val, outputs)
 
 
-def on_test(task: Task, outputs: Outputs, ridges: Sequence[float], blend: Blend) -> Tensor:
-    """The predictions [N, outputs] of a blend for test rows."""
-    fitter = Fitter(task, outputs, blend.rows, ridges)
-    missing = dict.fromkeys((fit.reading, fit.rule) for fit in blend.fits if not len(fit.predicted))
-    made = {key: fitter.fit(key[0], [key[1]]).predicted for key in missing}
-    return torch.stack([made.get((fit.reading, fit.rule), fit.predicted) for fit in blend.fits]).mean(0)
+def on_test(task: Task, outputs: Outputs, ridges: Sequence[float]) -> Callable[[Blend], Tensor]:
+    """What gives the predictions [N, outputs] of a blend for test rows; each fit on the same rows is made once."""
+
+    @lru_cache(1)
+    def fitted(rows: Tensor) -> tuple[Fitter, dict[tuple[Reading, Rule], Tensor]]:
+        return Fitter(task, outputs, rows, ridges), {}
+
+    def predicted(blend: Blend) -> Tensor:
+        fitter, known = fitted(blend.rows)
+        for key in {(fit.reading, fit.rule): None for fit in blend.fits if not len(fit.predicted)}:
+            known[key] = known[key] if key in known else fitter.fit(key[0], [key[1]]).predicted
+        return torch.stack([known.get((fit.reading, fit.rule), fit.predicted) for fit in blend.fits]).mean(0)
+
+    return predicted
 
 
 def curve_of(task: Task, blends: Sequence[Blend], on_test: Callable[[Blend], Tensor], spent: float) -> AttackCurve:
@@ -295,8 +302,3 @@ def nested(task: Task, rows: Tensor, seed: int, most: int = MOST) -> Iterator[Te
         count *= 2
     yield own if len(own) <= most else own[torch.linspace(0, len(own) - 1, most).long()]
 
-
-def _mean(views: Tensor) -> Tensor:
-    """That of one or two views [views, N, D], in float64."""
-    first = views[0].to(torch.float64, copy=True)  # which the kernel overwrites
-    return first if len(views) == 1 else first.add_(views[1]).mul_(0.5)
