@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -11,7 +12,17 @@ from immunization.attacks.altered import redrawn, renew_from
 from immunization.attacks.base import Attack, AttackCurve
 from immunization.attacks.blocks import blocks_behind
 from immunization.attacks.patches import outputs_of_images
-from immunization.attacks.pooling import SIDE, TILES, TWICE, Outputs, at_twice_the_size, in_tiles, outputs_of
+from immunization.attacks.pooling import (
+    SIDE,
+    TILES,
+    TWICE,
+    Outputs,
+    Remembered,
+    at_twice_the_size,
+    in_tiles,
+    outputs_of,
+    outputs_of_both,
+)
 from immunization.attacks.readings import (
     SEARCHED,
     Blend,
@@ -86,6 +97,7 @@ class BlockProbe(Attack, group="attack.block_probe"):
                 del victim.once[key]  # those of several nets may not fit into memory
         what = self.enlarged, self.images, self.tiles
         outputs = victim.once((*place, what, stage), lambda: self.read(victim, stage))
+        outputs.remembered = victim.once("remembered", Remembered)
         return self.probe(victim.task, self.readable(victim, outputs))
 
     @property
@@ -113,23 +125,36 @@ class BlockProbe(Attack, group="attack.block_probe"):
         """
         images, place = images_of(victim), (OUTPUTS, self.net, self.renewed)
         are_images = images["train"].is_floating_point()
+        mirrored = self.mirrored and are_images
+        start = victim.same_until() if stage == "baseline" and self.reads_changed(victim) else 0
 
-        def passed(net: Network, end: str = "", side: int = 1) -> Outputs:
-            def read() -> Outputs:
-                rows = renew_from(net, images["train"]) if renewed else 0
-                return outputs_of(net, images, self.mirrored and are_images, rows, self.inside, side).named(end)
+        def passed(prepare: Callable[[Network], Network | None], end: str = "", side: int = 1) -> Outputs | None:
+            if (key := (*place, end, stage)) in victim.once:
+                return victim.once[key]
+            if (net := prepare(network())) is None:
+                return None
+            rows = renew_from(net, images["train"]) if renewed else 0
+            if start and (changed := prepare(victim.network("immunized", self.precision))):
+                if renewed:
+                    renew_from(changed, images["train"])
+                if both := outputs_of_both(net, changed, start, images, mirrored, rows, self.inside, side):
+                    victim.once[(*place, end, "immunized")] = both[1].named(end)
+                    return victim.once(key, lambda: both[0].named(end))
+            return victim.once(key, lambda: outputs_of(net, images, mirrored, rows, self.inside, side).named(end))
 
-            return victim.once((*place, end, stage), read)
-
-        outputs = passed(network())
+        outputs = cast(Outputs, passed(lambda net: net))
         enlarged = self.enlarged and not victim.model.fixed  # else theta_0 alone could read images of another size
-        if enlarged and (larger := at_twice_the_size(network(), images["train"])):
-            outputs |= passed(larger, TWICE)
+        if enlarged and (larger := passed(partial(at_twice_the_size, images=images["train"]), TWICE)):
+            outputs |= larger
         if self.tiles:
-            if (tiled := in_tiles(network(), images["train"])) is None:
+            if (tiled := passed(partial(in_tiles, images=images["train"]), TILES, SIDE)) is None:
                 raise Inapplicable("the net reads images of one size, and no tiles of them")
-            outputs |= passed(tiled, TILES, SIDE)
+            outputs |= tiled
         return outputs
+
+    def reads_changed(self, victim: Victim) -> bool:
+        """Whether theta_I is read, too, and is another net than the baseline."""
+        return not (self.reference or self.untouched(victim) or victim.unchanged())
 
     def probe(self, task: Task, outputs: Outputs) -> AttackCurve:
         """The curve of the best readings of `outputs` within any number of operations."""

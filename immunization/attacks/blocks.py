@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -14,14 +15,16 @@ from immunization.models.chain import Network, Reduce
 
 
 @torch.no_grad()
-def block_outputs(network: Network, images: Tensor, reduce: Reduce, inside: Reduce | None = None) -> dict[str, Any]:
+def block_outputs(
+    network: Network, images: Tensor, reduce: Reduce, inside: Reduce | None = None, without: Container[str] = ()
+) -> dict[str, Any]:
     """What `reduce` makes of the output of each block of a net for images, by its name, in the order in which they run.
 
     `reduce` gets the output, whether channels come last, and the number of tokens before those of the image's patches.
     With `inside`, also what that makes of the layers inside of each block, as `<block>/<layer>`. Outputs without a row
-    for each image are left out.
+    for each image are left out, and so are the blocks `without`.
     """
-    with network.whole.watched(reduce, inside) as seen:
+    with network.whole.watched(reduce, inside, without) as seen:
         network(images)
         return dict(seen)
 

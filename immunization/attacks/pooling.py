@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from immunization.attacks.altered import BATCH
 from immunization.attacks.blocks import block_outputs, prefix_flops
@@ -29,6 +32,9 @@ COVARIANCES = 192
 INSIDE, INNER = " inside", ("average", "maximum", "deviation", "2x2", "class")
 """Added to the name of a block for what the layers inside of it give, side by side, and how this is pooled."""
 
+CHANGED = " of the changed net"
+"""Added to the names of blocks of a second net, while it is passed beside the first."""
+
 SMALL, TWICE = 128, " at twice the size"
 """Longest side of images that are also read at twice their size, and what is then added to the names of blocks."""
 
@@ -37,6 +43,13 @@ TILES, SIDE = " of tiles", 3
 
 NEAR = 1 / 16
 """Share of the room on a GPU that one pooling of a block may take there; others go to the CPU's memory."""
+
+REMEMBERED = 2**29
+"""Bytes of predictions that attackers keep for those who read the same."""
+
+_SERIAL = itertools.count()
+
+T = TypeVar("T")
 
 POOLINGS: dict[str, tuple[str, ...]] = {
     "average": ("average",),
@@ -48,6 +61,26 @@ POOLINGS: dict[str, tuple[str, ...]] = {
 """Poolings that are read side by side, by name; a block has those that its output allows."""
 
 
+class Remembered:
+    """What attackers made of outputs, by what they read: the last `most` bytes of it."""
+
+    def __init__(self, most: int = REMEMBERED) -> None:
+        self.most, self.held = most, 0
+        self.known: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+
+    def __call__(self, key: Hashable, compute: Callable[[], T], size: Callable[[T], int]) -> T:
+        """`compute()`, of `size` bytes, the first time."""
+        if key not in self.known:
+            made = compute()
+            self.known[key] = made, size(made)
+            self.held += self.known[key][1]
+            while self.held > self.most:
+                self.held -= self.known.popitem(last=False)[1][1]
+            return made
+        self.known.move_to_end(key)
+        return self.known[key][0]
+
+
 @dataclass
 class Outputs:
     """The outputs of blocks for the images of a task.
@@ -55,14 +88,21 @@ class Outputs:
     `parts` [views, N, D], by block and pooling and then by split, in float32: views are the image and, where it was
     asked for, its mirror image. Kernels of them are computed on `device`, where they need not lie. `passes`, one for
     each size of the images: operations of one image from the input up to and with a block, in the order in which blocks
-    run; `renewed`: images that were passed before, for statistics. `once` keeps what attackers compute of them.
+    run; `renewed`: images that were passed before, for statistics. `once` keeps what attackers compute of them,
+    `remembered` what they make of blocks that others read, too: those of one number in `origin` have the same outputs.
     """
 
     parts: dict[tuple[str, str], dict[str, Tensor]]
     passes: Sequence[Mapping[str, float]]
     renewed: Sequence[int] = (0,)
     device: torch.device | str = "cpu"
+    origin: Mapping[str, int] = field(default_factory=dict)
+    remembered: Remembered = field(default_factory=Remembered, repr=False)
     once: Once = field(default_factory=Once, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        new = next(_SERIAL)
+        self.origin = {block: self.origin.get(block, new) for block, _ in self.parts}
 
     @property
     def views(self) -> int:
@@ -94,13 +134,18 @@ class Outputs:
     def __or__(self, more: Outputs) -> Outputs:
         """These and those of other blocks."""
         passes, renewed = [*self.passes, *more.passes], [*self.renewed, *more.renewed]
-        return replace(self, parts=self.parts | more.parts, passes=passes, renewed=renewed)
+        parts, origin = self.parts | more.parts, {**self.origin, **more.origin}
+        return replace(self, parts=parts, passes=passes, renewed=renewed, origin=origin)
 
     def named(self, end: str) -> Outputs:
         """The same with something added to the names of blocks: `TWICE` or `TILES`."""
         parts = {(block + end, pooling): x for (block, pooling), x in self.parts.items()}
         passes = [{block + end: flops for block, flops in one.items()} for one in self.passes]
-        return replace(self, parts=parts, passes=passes)
+        return replace(self, parts=parts, passes=passes, origin={b + end: n for b, n in self.origin.items()})
+
+
+Read = Callable[[Tensor], Mapping[tuple[str, str], Tensor]]
+"""What is read of a batch of images, by block and pooling."""
 
 
 @torch.no_grad()
@@ -111,38 +156,92 @@ def outputs_of(
     renewed: int = 0,
     inside: bool = False,
     side: int = 1,
+    read: Read | None = None,
 ) -> Outputs:
     """The outputs of every block of a net for images [N, C, H, W] by split, and for their mirror images.
 
     `renewed` images were passed before, for the statistics of BatchNorm. `inside`: what the layers inside of a block
     give, side by side, is one more. `side`: of how many tiles the net makes a row of an image (`in_tiles`).
     """
-    network.to(memory_format=torch.channels_last)  # two thirds of the time of convolutions
-    of_block = partial(poolings, side=side)
-    of_layer = partial(of_block, covariance=False) if inside else None
-
-    def read(batch: Tensor) -> dict[tuple[str, str], Tensor]:
-        mask = mask_of(network, batch)
-        ways = (
-            (of_block, of_layer) if mask is None else (partial(of_tokens, mask), of_layer and partial(of_tokens, mask))
-        )
-        batch = batch.contiguous(memory_format=torch.channels_last) if batch.ndim == 4 else batch
-        columns: dict[tuple[str, str], list[Tensor]] = {}
-        for name, pools in block_outputs(network, batch, *ways).items():
-            block, layer, _ = name.partition("/")
-            for pooling in [pooling for pooling in pools if not layer or pooling in INNER]:
-                columns.setdefault((block + INSIDE if layer else block, pooling), []).append(pools[pooling])
-        return {part: torch.cat(x, 1) for part, x in columns.items()}
-
-    parts = gathered(read, images, mirrored)
+    parts = gathered(read or partial(_read, network, inside, side, set()), images, mirrored)
     flops = prefix_flops(network, images["train"][len(images["train"]) // 2 :][:1])  # texts stand by their length
     if inside:
         flops |= {block + INSIDE: cost for block, cost in flops.items()}
     return Outputs(parts, [flops], [renewed], images["train"].device)
 
 
+@torch.no_grad()
+def outputs_of_both(
+    network: Network,
+    changed: Network,
+    start: int,
+    images: Mapping[str, Tensor],
+    mirrored: bool,
+    renewed: int = 0,
+    inside: bool = False,
+    side: int = 1,
+) -> tuple[Outputs, Outputs] | None:
+    """`outputs_of` of two nets with the same units before the one with index `start`, which images pass once.
+
+    None where a few images show that the second net gives anything else than alone. It is of no other use any more.
+    """
+    same, few = set(changed.found.before([changed.units[start][0]])), images["train"][:4]
+    later = partial(_read, changed, inside, side, same)
+    alone, given = later(few), list[Tensor]()
+    begin = max(
+        (number + 1 for number, (_, unit) in enumerate(changed.units) if not isinstance(unit, nn.Module)), default=0
+    )
+    if begin >= start:
+        return None
+    cast(nn.Module, network.units[start - 1][1]).register_forward_hook(lambda _, __, output: given.append(output))
+    for _, unit in changed.units[begin:start]:
+        cast(nn.Module, unit).forward = lambda x: x
+    cast(nn.Module, changed.units[start - 1][1]).forward = lambda _: given.pop()
+
+    def read(batch: Tensor) -> dict[tuple[str, str], Tensor]:
+        own = _read(network, inside, side, set(), batch)
+        return own | {(block + CHANGED, pooling): x for (block, pooling), x in later(batch).items()}
+
+    tried = {
+        (block.removesuffix(CHANGED), pooling): x
+        for (block, pooling), x in read(few).items()
+        if block.endswith(CHANGED)
+    }
+    if tried.keys() != alone.keys() or not all(torch.equal(x, alone[part]) for part, x in tried.items()):
+        return None
+    both = outputs_of(network, images, mirrored, renewed, inside, side, read)
+    first = replace(both, parts={part: x for part, x in both.parts.items() if not part[0].endswith(CHANGED)})
+    again = {
+        (block.removesuffix(CHANGED), pooling): x
+        for (block, pooling), x in both.parts.items()
+        if block.endswith(CHANGED)
+    }
+    blocks = {block for block, _ in again}
+    kept = {part: x for part, x in first.parts.items() if part[0] not in blocks}
+    return first, replace(first, parts=kept | again, origin={block: first.origin[block] for block, _ in kept})
+
+
+def _read(
+    network: Network, inside: bool, side: int, without: Container[str], batch: Tensor
+) -> dict[tuple[str, str], Tensor]:
+    """What is read of a batch of images, by block, but for some, and pooling."""
+    network.to(memory_format=torch.channels_last)  # two thirds of the time of convolutions
+    of_block = partial(poolings, side=side)
+    of_layer = partial(of_block, covariance=False) if inside else None
+    if (mask := mask_of(network, batch)) is not None:
+        of_block = partial(of_tokens, mask)
+        of_layer = of_block if inside else None
+    batch = batch.contiguous(memory_format=torch.channels_last) if batch.ndim == 4 else batch
+    columns: dict[tuple[str, str], list[Tensor]] = {}
+    for name, pools in block_outputs(network, batch, of_block, of_layer, without).items():
+        block, layer, _ = name.partition("/")
+        for pooling in [pooling for pooling in pools if not layer or pooling in INNER]:
+            columns.setdefault((block + INSIDE if layer else block, pooling), []).append(pools[pooling])
+    return {part: torch.cat(x, 1) for part, x in columns.items()}
+
+
 def gathered(
-    read: Callable[[Tensor], Mapping[tuple[str, str], Tensor]],
+    read: Read,
     images: Mapping[str, Tensor],
     mirrored: bool,
     batch: int = BATCH,

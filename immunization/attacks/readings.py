@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +75,9 @@ class Fit:
     on_val: Tensor
     predicted: Tensor
 
+    def nbytes(self) -> int:
+        return self.on_val.nbytes + self.predicted.nbytes
+
 
 @dataclass(frozen=True)
 class Blend:
@@ -131,6 +135,7 @@ class Fitter:
         others = sum(self.outputs.columns("", "", split).shape[1] for split in self.splits[1:])
         size = 8 * len(self.rows) * (len(self.rows) + others)
         self.kernel = lru_cache(max(1, int(KEPT / size)))(self._kernel)
+        self.asked = hashlib.sha256(self.rows.numpy().tobytes()).digest(), *self.splits
 
     def _kernel(self, block: str, pooling: str, views: int, root: bool) -> Kernel:
         """That of one pooling of a block, averaged over views, of training rows and of the rows of other splits."""
@@ -139,11 +144,17 @@ class Fitter:
 
     def fit(self, reading: Reading, rules: Sequence[Rule] = ()) -> Fit:
         """By the best of `rules` on validation rows, or of all; where no column varies it guesses."""
-        task, rules = self.task, rules or self.rules
+        rules = tuple(rules or self.rules)
+        origin = tuple(self.outputs.origin[block] for block in reading.blocks)
+        return self.outputs.remembered(
+            (reading, origin, rules, self.asked), partial(self._fit, reading, rules), Fit.nbytes
+        )
+
+    def _fit(self, reading: Reading, rules: Sequence[Rule]) -> Fit:
         asked = list(itertools.product(reading.blocks, POOLINGS[reading.poolings]))
         parts = [part for part in asked if part in self.outputs.parts] or asked[:1]
         kernel = reduce(operator.add, (self.kernel(*part, reading.views, reading.root) for part in parts))
-        return best_fit(task, self.rows, reading, kernel.gaussian() if reading.radial else kernel, rules)
+        return best_fit(self.task, self.rows, reading, kernel.gaussian() if reading.radial else kernel, rules)
 
     def all(self, *readings: Reading) -> list[Fit]:
         """Fits of readings with as many views as there are."""
@@ -301,4 +312,3 @@ def nested(task: Task, rows: Tensor, seed: int, most: int = MOST) -> Iterator[Te
         yield own
         count *= 2
     yield own if len(own) <= most else own[torch.linspace(0, len(own) - 1, most).long()]
-

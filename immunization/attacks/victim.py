@@ -174,6 +174,23 @@ class Victim:
         after, before = (self.network(stage).whole.state_dict() for stage in ("immunized", "baseline"))
         return after.keys() == before.keys() and all(torch.equal(x, before[name]) for name, x in after.items())
 
+    def same_until(self) -> int:
+        """Index of the first unit of the net that immunization changed; 0 where those before it may not be the same."""
+        return self.once("same_until", self._same_until) if self.model.deep else 0
+
+    @torch.no_grad()
+    def _same_until(self) -> int:
+        after, before = (self.network(stage) for stage in ("immunized", "baseline"))
+        own, other = after.state_dict(), before.state_dict()
+        images, _ = self.images("val")
+        if own.keys() != other.keys() or images.ndim != 4:
+            return 0
+        changed = {name.rpartition(".")[0] for name, x in own.items() if not torch.equal(x, other[name])}
+        weights = [[*after.get_submodule(name).parameters(recurse=False)] for name in changed]
+        start = after.start_of(p for own in weights for p in own) if all(weights) else 0
+        alike = torch.equal(*(net.before(images[:4].clone(), start) for net in (after, before)))
+        return start if alike and start < len(after.units) else 0
+
     def unchanged(self) -> bool:
         """Whether theta_I is a net with the weights of the baseline, so that attacks need not be repeated."""
         return self.once("unchanged", lambda: self.same_outside("head"))
@@ -194,6 +211,8 @@ class Victim:
         The list has the images and, with `mirrored`, their mirror images. Computed once. None where they take more
         memory than images may; to stay below that, those of other units are dropped.
         """
+        if stage == "immunized" and start <= self.same_until():
+            stage = "baseline"
         place = ("activations", stage, precision, start, rows)
         keys = [(*place, flipped) for flipped in range(1 + mirrored)]
         if not all(key in self.kept for key in keys):

@@ -1,7 +1,7 @@
 """A timm net taken apart: its classifier, the units that it applies one after another, and its layers."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -117,13 +117,15 @@ class Chain(nn.Module):
         return [name for name, part in self.blocks() if any(p.requires_grad for p in part.parameters())]
 
     @contextmanager
-    def watched(self, reduce: Reduce | None = None, inside: Reduce | None = None) -> Iterator[dict[str, Any]]:
+    def watched(
+        self, reduce: Reduce | None = None, inside: Reduce | None = None, without: Container[str] = ()
+    ) -> Iterator[dict[str, Any]]:
         """Inside, the dict has what each block gave when it last ran, averaged over places or tokens: [N, channels].
 
         Blocks come by name, in the order in which they ran first; of several tensors that one gives, the first counts.
         `reduce`, in place of the average, takes it, whether channels come last in a map, and the number of prefix
         tokens. `inside` does so with what layers inside of blocks give, `<block>/<layer>`; BatchNorm, which only scales
-        and shifts channels and may be overwritten in place, is left out.
+        and shifts channels and may be overwritten in place, is left out, and so are the blocks `without`.
         """
         seen: dict[str, Any] = {}
 
@@ -134,7 +136,7 @@ class Chain(nn.Module):
 
         reduce = reduce or (lambda x, last, _: pooled(x, last))
         known = self.found.outputs
-        places = [(name, known[name], part, reduce) for name, part in self.blocks()]
+        places = [(name, known[name], part, reduce) for name, part in self.blocks() if name not in without]
         places += [] if inside is None else [(*layer, inside) for layer in self._layers()]
         with ExitStack() as hooks:
             for name, block, module, take in places:
