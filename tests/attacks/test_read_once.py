@@ -1,4 +1,4 @@
-"""What is computed once for theta_0 and theta_I, and for several attackers, is what each of them would compute alone."""
+"""What is computed once for two nets, or for several attackers, is what each of them would compute alone."""
 
 import pytest
 import torch
