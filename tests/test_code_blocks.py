@@ -43,7 +43,7 @@ PYTHON = {
     ("docs/own_data.md", "load_wine"): dict,
     ("docs/own_model.md", "immunization.immunize("): network,
 }
-"""Blocks that are run here, by a part of their code, and the names that they use."""
+"""Blocks that are run here, by a part of their code, and the names that they use: of those with none, whole runs."""
 
 
 def run_elsewhere(block: Block) -> bool:
@@ -84,7 +84,9 @@ def test_every_block_is_run_or_says_what_it_needs(block: Block) -> None:
     assert block.needs or block.output or run_elsewhere(block) or run_here(block), block.code
 
 
-@pytest.mark.parametrize(("page", "part"), PYTHON)
+@pytest.mark.parametrize(
+    ("page", "part"), [pytest.param(*key, marks=[pytest.mark.slow] * (PYTHON[key] is dict)) for key in PYTHON]
+)
 def test_python_of_the_pages_runs(page: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "disabled")
