@@ -18,8 +18,7 @@ from immunization.attacks.altered import BATCH
 from immunization.attacks.blocks import block_outputs, prefix_flops
 from immunization.compute.machine import room
 from immunization.data.fields import mirrored as mirror
-from immunization.data.task import SPLITS
-from immunization.evaluation.comparison import Once
+from immunization.data.task import SPLITS, Once
 from immunization.models.chain import Network, reads, twice
 from immunization.models.named import mask_of
 

@@ -12,10 +12,10 @@ from immunization.attacks.altered import BATCH, Precision, rounded
 from immunization.compute.machine import onto, room
 from immunization.data.fields import mirrored
 from immunization.data.images import ImagePair
-from immunization.data.task import SPLITS, Split, Task
+from immunization.data.task import SPLITS, Once, Split, Task
 from immunization.data.text import TextSplit
 from immunization.errors import Inapplicable
-from immunization.evaluation.comparison import Comparison, Once
+from immunization.evaluation.comparison import Comparison
 from immunization.models.activations import take
 from immunization.models.base import Model
 from immunization.models.blocks import Operations

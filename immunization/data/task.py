@@ -7,10 +7,10 @@ A task's role is its kind (`primary`, `harmful`, `benign`, `unseen`), and from t
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from immunization.roles import kind_of
 from immunization.theory import spectrum
 from immunization.theory.regularizers import by_hand
 
+T = TypeVar("T")
 SPLITS = ("train", "val", "test")
 LEARNED, MARGIN = 0.9, 0.05
 """A task is learned at this share of the way from chance to the baseline's best measure; within this margin of chance
@@ -81,6 +82,15 @@ class Split:
 
 def _are_classes(y: Tensor, classes: int) -> bool:
     return y.dtype == torch.long and 0 <= int(y.min()) <= int(y.max()) < classes
+
+
+class Once(dict[Hashable, Any]):
+    """Values by key; `once(key, compute)` computes a value the first time."""
+
+    def __call__(self, key: Hashable, compute: Callable[[], T]) -> T:
+        if key not in self:
+            self[key] = compute()
+        return cast(T, self[key])
 
 
 @dataclass(frozen=True)
@@ -221,6 +231,11 @@ class Task:
         """Labels as the columns of `predictions` count them: those of a model's own head, or of a probe."""
         own = self.head is None or predictions.shape[-1] == self.outputs
         return y if own else self.head.to(y.device)[y]
+
+    @cached_property
+    def known(self) -> Once:
+        """What was measured of the inputs as they are, which all runs on them have in common."""
+        return Once()
 
     @cached_property
     def root(self) -> Tensor:

@@ -1,13 +1,12 @@
 """The features of every task before and after immunization, which every evaluation reads."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from immunization.compute.machine import room
-from immunization.data.task import Split, TaskPair
+from immunization.data.task import Once, Split, TaskPair
 from immunization.errors import ConfigError
 from immunization.evaluation.measures import Measures
 from immunization.models.activations import take
@@ -21,17 +20,6 @@ ROWS = 256
 KEPT = 2**31
 """Features of one split are kept up to this many bytes; larger ones are recomputed for every measure."""
 
-T = TypeVar("T")
-
-
-class Once(dict[Hashable, Any]):
-    """Values by key; `once(key, compute)` computes a value the first time."""
-
-    def __call__(self, key: Hashable, compute: Callable[[], T]) -> T:
-        if key not in self:
-            self[key] = compute()
-        return cast(T, self[key])
-
 
 class Comparison:
     """The features of every task before and after immunization of `model`, each spectrum computed once and kept.
@@ -44,6 +32,11 @@ class Comparison:
     def __init__(self, pair: TaskPair, model: Model, start: Mapping[str, Tensor] | None = None) -> None:
         self.pair, self.tasks, self.model, self.start = pair, pair.tasks, model, start
         self._once = Once()
+
+    def once(self, role: Role, stage: Stage) -> Once:
+        """Values of a stage that are computed once: in this comparison, or, of inputs as they are, for their task."""
+        inputs = stage == "baseline" and type(self.model).baseline_features is Model.baseline_features
+        return self.tasks[role].known if inputs else self._once
 
     @torch.no_grad()
     def features(self, role: Role, split: str, stage: Stage) -> Tensor:
@@ -73,14 +66,14 @@ class Comparison:
     def probe(self, role: Role, stage: Stage) -> Probe:
         """The probe of the training split; its rank is that of the inputs where the map is linear."""
         with spectrum.features_of(f"{role} task, {'baseline' if stage == 'baseline' else 'model'}"):
-            return self._once(("probe", role, stage), lambda: self._probe(role, stage))
+            return self.once(role, stage)(("probe", role, stage), lambda: self._probe(role, stage))
 
     @torch.no_grad()
     def sigma(self, role: Role, split: str, stage: Stage) -> Tensor:
         """Singular values [k], descending, of one split's features; k as in `probe`."""
         if split == "train":
             return self.probe(role, stage).sigma
-        return self._once(("sigma", role, split, stage), lambda: self._sigma(role, split, stage))
+        return self.once(role, stage)(("sigma", role, split, stage), lambda: self._sigma(role, split, stage))
 
     @torch.no_grad()
     def condition_number(self, role: Role, split: str, stage: Stage) -> float:
@@ -103,7 +96,7 @@ class Comparison:
             root = None if self.tasks[role].eps > spectrum.EPS else self._root(role, "train", stage)
             return spectrum.authors_condition_number(self.batches(role, "train", stage) if root is None else root)
 
-        return self._once(("authors", role, stage), compute)
+        return self.once(role, stage)(("authors", role, stage), compute)
 
     def no_test(self, role: Role) -> str | None:
         """Why a task has no held-out measure; None if it has one."""
@@ -132,7 +125,7 @@ class Comparison:
     def _probe(self, role: Role, stage: Stage) -> Probe:
         task, root = self.tasks[role], self._root(role, "train", stage)
         if root is not None:
-            inputs = self._once(("inputs", role), lambda: self._probe_of_inputs(role))
+            inputs = self.once(role, "baseline")(("inputs", role), lambda: self._probe_of_inputs(role))
             noise = max(task.train.x.shape) * spectrum.EPS
             return inputs if stage == "baseline" else Probe.fit(root, inputs.coefficients, noise, rank=task.rank)
         return Probe.of(self.batches(role, "train", stage), task.targets(task.train.y), task.eps)
@@ -160,7 +153,8 @@ class Comparison:
         task = self.tasks[role]
         if split == "train":
             return task.root.double()
-        return self._once(("root", role, split), lambda: spectrum.compress(self._split(role, split).x, eps=task.eps))
+        once, x = self.once(role, "baseline"), self._split(role, split).x
+        return once(("root", role, split), lambda: spectrum.compress(x, eps=task.eps))
 
     def _probe_of_inputs(self, role: Role) -> Probe:
         """The probe on the raw training inputs; c solves min ||U c - Y|| by corrected semi-normal equations."""

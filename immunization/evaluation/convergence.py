@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ class NormRatio(Component, group="evaluation.norm_ratio"):
         measures = Measures()
         for role in ("primary", *comparison.pair.attacked):
             for stage in STAGES:
-                ratio = comparison.probe(role, stage).norm_ratio(self.steps)
+                probe, once = comparison.probe(role, stage), comparison.once(role, stage)
+                ratio = once(("norm_ratio", role, stage, self.steps), partial(probe.norm_ratio, self.steps))
                 if torch.isfinite(ratio).all():  # not where w* = w_0 = 0
                     measures.curve(f"norm_ratio/{role}", range(self.steps + 1), ratio, stage)
         return measures

@@ -155,7 +155,7 @@ class Leak(Component, group="evaluation.leak"):
         else:
             measures.miss("a regression has no classes to separate", "leak/auc", task=role)
         held_out, elsewhere = torch.cat([val, test]), random_rotation(len(theta)).to(theta) @ theta
-        whole = directions(train, most)
+        whole = comparison.once(role, "baseline")(("directions", role, most), lambda: directions(train, most))
         reads = [bases(t.to(train.device), train, most, whole) for t in (theta, elsewhere)]
         for labels in self.labels:
             after, before = self._scores(task, train, held_out, reads, labels)

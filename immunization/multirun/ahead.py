@@ -88,6 +88,7 @@ class Ahead:
         self.spare: dict[Job, Prepared] = {}
         self.shared: dict[Job, str] = {}
         self.kinds: dict[Job, object] = {}
+        self.data: dict[str, tuple[Any, dict[str, Any], list[logging.LogRecord]]] = {}
         self.alone: set[Job] = set()
 
     def take(self, overrides: Sequence[str]) -> Prepared | None:
@@ -159,7 +160,7 @@ class Ahead:
             if like and self.shared[job] != self.shared[like]:
                 return None
             with aside(said):
-                made = Prepared(experiment, assemble(experiment), said=said)
+                made = Prepared(experiment, assemble(self._sharing(experiment)), said=said)
             if made.kind is not None:
                 self.kinds[_but(job, made)] = made.kind
                 return made
@@ -167,6 +168,29 @@ class Ahead:
             pass
         self.alone.add(job)
         return None
+
+    def _sharing(self, experiment: Experiment) -> Experiment:
+        """The experiment with data that are read once, and measured before immunization once, for all jobs with them.
+
+        What was logged is logged again, and random numbers go on as after the reading.
+        """
+        key, read = repr((experiment.settings["dataset"], experiment.seed)), experiment.dataset
+
+        def once() -> Any:
+            if key not in self.data:
+                with aside() as said:
+                    data = read()
+                size = sum(split.x.nbytes for task in data.tasks.values() for split in task.splits.values())
+                if (len(self.data) + 1) * size > BYTES / 4:
+                    self.data.clear()
+                self.data[key] = data, randomness.states(), said
+            data, after, said = self.data[key]
+            randomness.restore(after)
+            for record in said:
+                log.handle(record)
+            return data
+
+        return replace(experiment, dataset=once)
 
 
 def _but(job: Job, made: Prepared) -> Job:

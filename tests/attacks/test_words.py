@@ -12,8 +12,7 @@ from torch.testing import assert_close
 
 from immunization.attacks.pooling import of_tokens
 from immunization.attacks.words import probe_words, tf_idf, word_fits
-from immunization.data.task import SPLITS, Split, Task
-from immunization.evaluation.comparison import Once
+from immunization.data.task import SPLITS, Once, Split, Task
 from immunization.models.named import Named, mask_of
 
 pytestmark = pytest.mark.trains
