@@ -251,7 +251,7 @@ def test_threads_by_nesting_level_or_nonsense(threads, tmp_path, monkeypatch):
     ("changes", "message"),
     [
         ({"harmful_x": with_nan()}, r"'harmful_x' in .*pair.npz holds 1 NaN .* \[7, 1\]; clean or drop"),
-        ({"primary_y": np.zeros(40, int)}, "'primary_y' in .*pair.npz .*one class only.* is empty"),
+        ({"primary_y": np.zeros(40, int)}, "'primary_y' in .*pair.npz .*one class only.*two classes or more"),
         ({"primary_y": np.full(40, "a")}, "pair.npz cannot be read .* 'primary_y' holds <U1; number classes 0, 1, "),
         ({"primary_x": np.ones((40, 3))}, r"task 'primary': every input feature is constant .* \(rank 0\); give it"),
     ],
