@@ -111,17 +111,18 @@ class BlockProbe(Attack, group="attack.block_probe"):
 
     def read(self, victim: Victim, stage: Stage) -> Outputs:
         """The outputs of all blocks. Raises Inapplicable."""
-        outputs = self.outputs(victim, stage, lambda: victim.network(stage, self.precision), self.renewed)
+        outputs = self.outputs(victim, stage, partial(victim.network, precision=self.precision), self.renewed)
         return outputs | self.raw(victim) if self.images and images_of(victim)["train"].ndim == 4 else outputs
 
     def raw(self, victim: Victim) -> Outputs:
         """What the images show without the net."""
         return victim.once(("images", self.mirrored), lambda: outputs_of_images(images_of(victim), self.mirrored))
 
-    def outputs(self, victim: Victim, stage: Stage, network: Callable[[], Network], renewed: bool) -> Outputs:
-        """The outputs of all blocks of copies of a net, also at twice the size where images are `enlarged`.
+    def outputs(self, victim: Victim, stage: Stage, network: Callable[[Stage], Network], renewed: bool) -> Outputs:
+        """The outputs of all blocks of the net of a stage, also at twice the size where images are `enlarged`.
 
-        Raises Inapplicable where BatchNorm is to be `renewed` and the net has none.
+        `network` gives a new copy of that net. With the baseline, theta_I is read where both begin alike. Raises
+        Inapplicable where BatchNorm is to be `renewed` and the net has none.
         """
         images, place = images_of(victim), (OUTPUTS, self.net, self.renewed)
         are_images = images["train"].is_floating_point()
@@ -131,14 +132,15 @@ class BlockProbe(Attack, group="attack.block_probe"):
         def passed(prepare: Callable[[Network], Network | None], end: str = "", side: int = 1) -> Outputs | None:
             if (key := (*place, end, stage)) in victim.once:
                 return victim.once[key]
-            if (net := prepare(network())) is None:
+            if (net := prepare(network(stage))) is None:
                 return None
             rows = renew_from(net, images["train"]) if renewed else 0
-            if start and (changed := prepare(victim.network("immunized", self.precision))):
+            other = (*place, end, "immunized")
+            if start and other not in victim.once and (changed := prepare(network("immunized"))):
                 if renewed:
                     renew_from(changed, images["train"])
                 if both := outputs_of_both(net, changed, start, images, mirrored, rows, self.inside, side):
-                    victim.once[(*place, end, "immunized")] = both[1].named(end)
+                    victim.once[other] = both[1].named(end)
                     return victim.once(key, lambda: both[0].named(end))
             return victim.once(key, lambda: outputs_of(net, images, mirrored, rows, self.inside, side).named(end))
 
@@ -250,7 +252,7 @@ class FreshFrom(BlockProbe, group="attack.fresh_from"):
     def read(self, victim: Victim, stage: Stage) -> Outputs:
         victim.check_changeable(self.reference)
 
-        def drawn() -> Network:
+        def drawn(stage: Stage) -> Network:
             with torch.random.fork_rng():
                 torch.manual_seed(WEIGHTS)
                 return redrawn(victim.network(stage), self.scope)

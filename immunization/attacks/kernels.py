@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -60,13 +59,17 @@ class Kernel:
         if root:
             columns = _mean(train, root)
             mean, deviation = _moments(columns)
-        deviation = deviation.where(alive, math.inf)  # what is divided by it is 0
-        columns.sub_(mean).div_(deviation)
+
+        def standardized(x: Tensor) -> Tensor:
+            x.sub_(mean).div_(deviation)
+            return x if alive.all() else x.masked_fill_(~alive, 0.0)  # also where they are not finite
+
+        columns = standardized(columns)
         sizes, rows = [x.shape[-2] for x in others], max(1, PART // max(1, len(mean)))
         rest, squares = mean.new_empty(sum(sizes), len(mean)), mean.new_empty(sum(sizes))
         for into, norms, views in zip(rest.split(sizes), squares.split(sizes), others, strict=True):
             for part, norm, own in zip(into.split(rows), norms.split(rows), views.split(rows, -2), strict=True):
-                part.copy_(_mean(own, root).sub_(mean).div_(deviation))
+                part.copy_(standardized(_mean(own, root)))
                 norm.copy_(torch.linalg.vector_norm(part, dim=1).square())
         return cls(_gram(columns).cpu(), (rest @ columns.T).cpu(), squares.cpu(), int(alive.sum()))
 
@@ -147,9 +150,18 @@ def probabilities(scores: Tensor, labels: Tensor) -> Tensor:
     deviation = scores[:, : len(labels)].std((1, 2), keepdim=True)
     scaled = scores / deviation.where(deviation > 0, 1.0)
     own = scaled[:, : len(labels)].permute(2, 0, 1).contiguous()  # sums over classes that lie apart are faster
-    right = own.gather(0, labels.expand(1, *own.shape[1:]))[0]
-    losses = [(torch.logsumexp(own * s, 0) - right * s).mean(1) for s in SHARPNESS.tolist()]
-    return torch.softmax(scaled * SHARPNESS[torch.stack(losses).argmin(0)][:, None, None], 2)
+    above = own - own.gather(0, labels.expand(1, *own.shape[1:]))  # the right class
+
+    def loss(place: Tensor) -> Tensor:
+        return torch.logsumexp(above * SHARPNESS[place][:, None], 0).mean(1)
+
+    low, high = (torch.full((len(scores),), place) for place in (0, len(SHARPNESS) - 1))
+    while (low < high).any():  # the loss is convex: it falls up to the best place, and nowhere behind it
+        middle = (low + high) // 2
+        after = (middle + 1).clamp(max=len(SHARPNESS) - 1)
+        falls = loss(after) < loss(middle)
+        low, high = after.where(falls, low), high.where(falls, middle)
+    return torch.softmax(scaled * SHARPNESS[low][:, None, None], 2)
 
 
 def _mean(views: Tensor, root: bool) -> Tensor:
@@ -162,8 +174,8 @@ def _mean(views: Tensor, root: bool) -> Tensor:
 
 
 def _gram(x: Tensor) -> Tensor:
-    """Inner products [n, n] of rows [n, D] in float64: in the CPU's memory, half of them are computed."""
-    if x.device.type != "cpu" or not x.numel():
+    """Inner products [n, n] of rows [n, D] in float64: by one thread or two on the CPU, half of them are computed."""
+    if x.device.type != "cpu" or not x.numel() or torch.get_num_threads() > 2:  # SciPy has one thread
         return x @ x.T
     from scipy.linalg.blas import dsyrk
 

@@ -46,7 +46,8 @@ NEAR = 1 / 16
 REMEMBERED = 2**29
 """Bytes of predictions that attackers keep for those who read the same."""
 
-_SERIAL = itertools.count()
+NUMBERS = itertools.count()
+"""Of outputs that were read: a block has the number of those it was first read with."""
 
 T = TypeVar("T")
 
@@ -100,7 +101,7 @@ class Outputs:
     once: Once = field(default_factory=Once, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        new = next(_SERIAL)
+        new = next(NUMBERS)
         self.origin = {block: self.origin.get(block, new) for block, _ in self.parts}
 
     @property
@@ -162,7 +163,8 @@ def outputs_of(
     `renewed` images were passed before, for the statistics of BatchNorm. `inside`: what the layers inside of a block
     give, side by side, is one more. `side`: of how many tiles the net makes a row of an image (`in_tiles`).
     """
-    parts = gathered(read or partial(_read, network, inside, side, set()), images, mirrored)
+    network.to(memory_format=torch.channels_last)  # two thirds of the time of convolutions
+    parts = gathered(read or partial(_read, network, inside, side, ()), images, mirrored)
     flops = prefix_flops(network, images["train"][len(images["train"]) // 2 :][:1])  # texts stand by their length
     if inside:
         flops |= {block + INSIDE: cost for block, cost in flops.items()}
@@ -182,49 +184,55 @@ def outputs_of_both(
 ) -> tuple[Outputs, Outputs] | None:
     """`outputs_of` of two nets with the same units before the one with index `start`, which images pass once.
 
-    None where a few images show that the second net gives anything else than alone. It is of no other use any more.
+    None where `changed` gives anything else for a few images than alone. `changed` is of no use afterwards: its units
+    before `start` give what they read, the last of them what that of `network` gave, so that its own code runs behind
+    them.
     """
+    shared = [unit for _, unit in changed.units[:start]]
+    begin = max((number + 1 for number, unit in enumerate(shared) if not isinstance(unit, nn.Module)), default=0)
+    passed = [cast(nn.Module, unit) for unit in shared[begin:]]  # what a net does between its modules, it does itself
+    inner = [part for unit in passed for part in unit.modules()]
+    others = {part for _, unit in changed.units[start:] for part in cast(nn.Module, unit).modules()}
+    if not passed or len(set(inner)) < len(inner) or others & set(inner):
+        return None  # a module that runs twice
     same, few = set(changed.found.before([changed.units[start][0]])), images["train"][:4]
-    later = partial(_read, changed, inside, side, same)
-    alone, given = later(few), list[Tensor]()
-    begin = max(
-        (number + 1 for number, (_, unit) in enumerate(changed.units) if not isinstance(unit, nn.Module)), default=0
-    )
-    if begin >= start:
-        return None
-    cast(nn.Module, network.units[start - 1][1]).register_forward_hook(lambda _, __, output: given.append(output))
-    for _, unit in changed.units[begin:start]:
-        cast(nn.Module, unit).forward = lambda x: x
-    cast(nn.Module, changed.units[start - 1][1]).forward = lambda _: given.pop()
+    for net in (network, changed):
+        net.to(memory_format=torch.channels_last)
+    read_changed = partial(_read, changed, inside, side, same)
+    alone, given = read_changed(few), list[Tensor]()
+    for unit in passed:
+        unit.forward = lambda x: x
+    passed[-1].forward = lambda _: given.pop()
 
     def read(batch: Tensor) -> dict[tuple[str, str], Tensor]:
-        own = _read(network, inside, side, set(), batch)
-        return own | {(block + CHANGED, pooling): x for (block, pooling), x in later(batch).items()}
+        own = _read(network, inside, side, (), batch)
+        return own | {(block + CHANGED, pooling): x for (block, pooling), x in read_changed(batch).items()}
 
-    tried = {
-        (block.removesuffix(CHANGED), pooling): x
-        for (block, pooling), x in read(few).items()
-        if block.endswith(CHANGED)
-    }
-    if tried.keys() != alone.keys() or not all(torch.equal(x, alone[part]) for part, x in tried.items()):
-        return None
-    both = outputs_of(network, images, mirrored, renewed, inside, side, read)
+    last = cast(nn.Module, network.units[start - 1][1])
+    with last.register_forward_hook(lambda _, __, output: given.append(output)):
+        try:
+            tried = _changed(read(few))
+        except Exception:  # of any kind: the code of the net
+            return None
+        if tried.keys() != alone.keys() or not all(torch.equal(x, alone[part]) for part, x in tried.items()):
+            return None
+        both = outputs_of(network, images, mirrored, renewed, inside, side, read)
+    again = _changed(both.parts)
     first = replace(both, parts={part: x for part, x in both.parts.items() if not part[0].endswith(CHANGED)})
-    again = {
-        (block.removesuffix(CHANGED), pooling): x
-        for (block, pooling), x in both.parts.items()
-        if block.endswith(CHANGED)
-    }
     blocks = {block for block, _ in again}
     kept = {part: x for part, x in first.parts.items() if part[0] not in blocks}
     return first, replace(first, parts=kept | again, origin={block: first.origin[block] for block, _ in kept})
+
+
+def _changed(parts: Mapping[tuple[str, str], T]) -> dict[tuple[str, str], T]:
+    """The parts of the changed net, by the names that its blocks have."""
+    return {(name.removesuffix(CHANGED), pooling): x for (name, pooling), x in parts.items() if name.endswith(CHANGED)}
 
 
 def _read(
     network: Network, inside: bool, side: int, without: Container[str], batch: Tensor
 ) -> dict[tuple[str, str], Tensor]:
     """What is read of a batch of images, by block, but for some, and pooling."""
-    network.to(memory_format=torch.channels_last)  # two thirds of the time of convolutions
     of_block = partial(poolings, side=side)
     of_layer = partial(of_block, covariance=False) if inside else None
     if (mask := mask_of(network, batch)) is not None:

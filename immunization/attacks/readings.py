@@ -134,13 +134,9 @@ class Fitter:
         self.rules = [Rule(ridge, discriminant) for discriminant in kinds for ridge in self.ridges]
         others = sum(self.outputs.columns("", "", split).shape[1] for split in self.splits[1:])
         size = 8 * len(self.rows) * (len(self.rows) + others)
-        self.kernel = lru_cache(max(1, int(KEPT / size)))(self._kernel)
+        # of a function, not a method, which would hold this object and its kernels until the garbage is collected
+        self.kernel = lru_cache(max(1, int(KEPT / size)))(partial(kernel_of, self.outputs, self.rows, self.splits))
         self.asked = hashlib.sha256(self.rows.numpy().tobytes()).digest(), *self.splits
-
-    def _kernel(self, block: str, pooling: str, views: int, root: bool) -> Kernel:
-        """That of one pooling of a block, averaged over views, of training rows and of the rows of other splits."""
-        train, *others = (self.outputs.columns(block, pooling, split)[:views] for split in self.splits)
-        return Kernel.of(train[:, self.rows.to(train.device)], *others, root=root)
 
     def fit(self, reading: Reading, rules: Sequence[Rule] = ()) -> Fit:
         """By the best of `rules` on validation rows, or of all; where no column varies it guesses."""
@@ -159,6 +155,14 @@ class Fitter:
     def all(self, *readings: Reading) -> list[Fit]:
         """Fits of readings with as many views as there are."""
         return [self.fit(replace(reading, views=self.outputs.views)) for reading in readings]
+
+
+def kernel_of(
+    outputs: Outputs, rows: Tensor, splits: Sequence[str], block: str, pooling: str, views: int, root: bool
+) -> Kernel:
+    """That of one pooling of a block, averaged over views, of training rows and of the rows of other splits."""
+    train, *others = (outputs.columns(block, pooling, split)[:views] for split in splits)
+    return Kernel.of(train[:, rows.to(train.device)], *others, root=root)
 
 
 def best_fit(task: Task, rows: Tensor, reading: Reading, kernel: Kernel, rules: Sequence[Rule]) -> Fit:

@@ -19,7 +19,7 @@ from immunization.evaluation.comparison import Comparison
 from immunization.models.activations import take
 from immunization.models.base import Model
 from immunization.models.blocks import Operations
-from immunization.models.chain import Network
+from immunization.models.chain import Network, same_code
 from immunization.runs.records import Role, Stage
 
 INNER = 5
@@ -175,20 +175,24 @@ class Victim:
         return after.keys() == before.keys() and all(torch.equal(x, before[name]) for name, x in after.items())
 
     def same_until(self) -> int:
-        """Index of the first unit of the net that immunization changed; 0 where those before it may not be the same."""
+        """Index of the first unit of the net that immunization changed; 0 where those before it may not be the same.
+
+        They are where their classes, attributes, weights and buffers are, and what they give for some images.
+        """
         return self.once("same_until", self._same_until) if self.model.deep else 0
 
     @torch.no_grad()
     def _same_until(self) -> int:
         after, before = (self.network(stage) for stage in ("immunized", "baseline"))
-        own, other = after.state_dict(), before.state_dict()
+        own, other = ({**dict(net.named_buffers()), **net.state_dict()} for net in (after, before))
         images, _ = self.images("val")
-        if own.keys() != other.keys() or images.ndim != 4:
+        if own.keys() != other.keys() or images.ndim != 4 or not same_code(after, before):
             return 0
         changed = {name.rpartition(".")[0] for name, x in own.items() if not torch.equal(x, other[name])}
         weights = [[*after.get_submodule(name).parameters(recurse=False)] for name in changed]
         start = after.start_of(p for own in weights for p in own) if all(weights) else 0
-        alike = torch.equal(*(net.before(images[:4].clone(), start) for net in (after, before)))
+        some = images[torch.linspace(0, len(images) - 1, 16).long()]
+        alike = torch.equal(*(net.before(some.clone(), start) for net in (after, before)))
         return start if alike and start < len(after.units) else 0
 
     def unchanged(self) -> bool:

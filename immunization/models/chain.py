@@ -125,7 +125,7 @@ class Chain(nn.Module):
         Blocks come by name, in the order in which they ran first; of several tensors that one gives, the first counts.
         `reduce`, in place of the average, takes it, whether channels come last in a map, and the number of prefix
         tokens. `inside` does so with what layers inside of blocks give, `<block>/<layer>`; BatchNorm, which only scales
-        and shifts channels and may be overwritten in place, is left out, and so are the blocks `without`.
+        and shifts channels and may be overwritten in place, is left out. So are the blocks `without` and their layers.
         """
         seen: dict[str, Any] = {}
 
@@ -137,7 +137,8 @@ class Chain(nn.Module):
         reduce = reduce or (lambda x, last, _: pooled(x, last))
         known = self.found.outputs
         places = [(name, known[name], part, reduce) for name, part in self.blocks() if name not in without]
-        places += [] if inside is None else [(*layer, inside) for layer in self._layers()]
+        layers = [] if inside is None else [(*layer, inside) for layer in self._layers()]
+        places += [layer for layer in layers if layer[0].partition("/")[0] not in without]
         with ExitStack() as hooks:
             for name, block, module, take in places:
                 hooks.enter_context(module.register_forward_hook(partial(keep, name, block, take)))
@@ -328,6 +329,19 @@ def channels_of(net: nn.Module, size: Sequence[int]) -> int:
         return next((c for c in tried if reads(net, torch.zeros(2, c, *size[1:]).to(like))), first)
     finally:
         net.train(was)
+
+
+def same_code(module: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules have the same classes inside, without hooks, and the same plain attributes of them."""
+
+    def plain(value: object) -> bool:
+        return all(map(plain, value)) if isinstance(value, tuple) else isinstance(value, (int, float, str, type(None)))
+
+    def facts(of: nn.Module) -> list[object]:
+        return [(n, type(m), {key: x for key, x in vars(m).items() if plain(x)}) for n, m in of.named_modules()]
+
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for of in (module, other) for m in of.modules())
+    return not hooked and facts(module) == facts(other)
 
 
 def parameters(unit: Unit) -> list[nn.Parameter]:

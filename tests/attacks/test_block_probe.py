@@ -176,6 +176,14 @@ def test_columns_that_do_not_vary_are_left_out():
     train[:, 1] = 5.0
     assert Kernel.of(train.clone(), others.clone()).columns == 3
     assert Kernel.of(train[:, :0], others[:, :0]).columns == 0
+    broken = Kernel.of(
+        torch.cat([train, torch.full((10, 1), torch.nan), torch.full((10, 1), torch.inf)], 1),
+        torch.cat([others, torch.full((3, 2), torch.inf)], 1),
+    )
+    expected = Kernel.of(train, others)
+    assert broken.columns == 3
+    for name in ("own", "others", "squares"):
+        assert_close(getattr(broken, name), getattr(expected, name))
     nothing = Kernel.of(torch.full_like(train, 2.0), others)
     assert nothing.columns == 0
     assert_close(nothing.predictions(train, [Rule(0.1)])[0], train.mean(0).expand(3, -1))

@@ -1,13 +1,18 @@
 """What is computed once for two nets, or for several attackers, is what each of them would compute alone."""
 
+import copy
+
 import pytest
 import torch
 from helpers.victims import net_victim, silenced, zeroed
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from immunization.attacks import BlockProbe, FrozenBlocks, RawInputs
+from immunization import audit
+from immunization.attacks import BlockProbe, FrozenBlocks, LayerProbe, RawInputs, TileProbe
 from immunization.attacks.pooling import Remembered
 from immunization.attacks.readings import Fitter
-from immunization.models.chain import Network
+from immunization.models.chain import same_code
 
 pytestmark = pytest.mark.usefixtures("few_patches")
 
@@ -28,10 +33,12 @@ def halved(model):
 
 
 @pytest.mark.parametrize(("name", "trainable", "arguments"), NETS)
-@pytest.mark.parametrize("kind", [{"enlarged": True}, {"renewed": True}])
+@pytest.mark.parametrize(
+    "kind", [{"enlarged": True}, {"renewed": True}, {"kind": LayerProbe, "mirrored": True}, {"kind": TileProbe}]
+)
 def test_images_pass_the_units_that_two_nets_share_once(colors, name, trainable, arguments, kind, monkeypatch):
-    if "renewed" in kind and "vit" in name:
-        pytest.skip("no BatchNorm")
+    if ("renewed" in kind or kind.get("kind") is TileProbe) and "vit" in name:
+        pytest.skip("no BatchNorm, and images of one size")
     victim, alone = (net_victim(colors, halved, name, trainable, **arguments) for _ in range(2))
     assert victim.same_until() > 0
     attack = quick(images=False, **kind)
@@ -52,23 +59,54 @@ def test_images_pass_the_units_that_two_nets_share_once(colors, name, trainable,
         assert not torch.equal(x, y)
 
 
-def test_the_first_changed_unit_is_found_by_statistics_too_and_by_no_state_alone(colors):
-    assert net_victim(colors, silenced, "test_resnet", "layer4").same_until() > 0
+class Gate(nn.Module):
+    """Dark images are as they were; it has no weights, and nobody sees it in a state dict."""
+
+    def forward(self, x):
+        return x * (x.mean((1, 2, 3), keepdim=True) < 1e6)
+
+
+class Same(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def test_the_first_changed_unit(colors):
+    units = net_victim(colors, halved, "test_resnet", "layer4").network("baseline").units
+    last = next(number for number, (name, _) in enumerate(units) if name.startswith("layer4"))
+    assert net_victim(colors, halved, "test_resnet", "layer4").same_until() == last
+    assert net_victim(colors, silenced, "test_resnet", "layer4").same_until() == last  # its statistics alone
     assert net_victim(colors, zeroed, "test_resnet", "conv1").same_until() == 0
-    victim = net_victim(colors, halved, "test_resnet", "layer4")
-    start, real = victim._same_until(), Network.before
-    nets = []
 
-    def before(self, images, start):
-        nets.append(self)
-        return real(self, images, start) + (self is nets[0])  # the same weights, and another output
 
-    Network.before = before
-    try:
-        assert start > 0
-        assert victim._same_until() == 0
-    finally:
-        Network.before = real
+def test_other_code_with_the_same_weights_is_another_net():
+    nets = [nn.Sequential(first, nn.Conv2d(3, 8, 3), nn.ReLU()) for first in (Same(), Same(), Gate())]
+    for net in nets[1:]:
+        net.load_state_dict(nets[0].state_dict())
+    assert same_code(nets[0], nets[1])
+    assert not same_code(nets[0], nets[2])
+    nets[1][2].register_forward_hook(lambda *_: None)
+    assert not same_code(nets[0], nets[1])
+    assert not same_code(nn.Threshold(0.5, 0.0), nn.Threshold(0.6, 0.0))
+
+
+def test_a_module_that_runs_twice_is_not_shared():
+    torch.manual_seed(0)
+    act, pool = nn.ReLU(), nn.MaxPool2d(2)
+    blocks = [nn.Conv2d(a, b, 3, padding=1) for a, b in ((3, 8), (8, 8), (8, 8))]
+    net = nn.Sequential(
+        blocks[0], act, pool, blocks[1], act, pool, blocks[2], act, nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
+    net.append(nn.Linear(8, 4))
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        other[6].weight.mul_(0.5)
+    images = torch.randn(40, 3, 32, 32)
+    labels = torch.arange(4).repeat(10)
+    images += labels[:, None, None, None] * 0.3
+    pairs = [TensorDataset(images, labels), TensorDataset(images.flip(-1), labels)]
+    result = audit(other, *(DataLoader(pair, 10) for pair in pairs), net, attacks="block_probe")
+    assert result.metrics["attack/block_probe/final"] is not None
 
 
 def test_attackers_who_read_the_same_blocks_fit_them_once(colors, monkeypatch):
