@@ -36,7 +36,7 @@ from immunization.attacks import (
 )
 from immunization.attacks.altered import renew
 from immunization.attacks.blocks import block_outputs, prefix_flops
-from immunization.attacks.kernels import Kernel, Rule, probabilities
+from immunization.attacks.kernels import SHARPNESS, Kernel, Rule, probabilities
 from immunization.attacks.pooling import (
     INSIDE,
     POOLINGS,
@@ -169,6 +169,31 @@ def test_test_rows_choose_nothing():
         assert whole.found == other.found
     assert torch.equal(whole.scores[:, 1:], moved.scores[:, 1:])
     assert torch.equal(whole.scores[:, 1], alone.scores[:, 1])
+
+
+@pytest.mark.parametrize("told", [0.0, 1.0, 100.0])
+@pytest.mark.parametrize("classes", [2, 7])
+def test_scores_are_as_sharp_as_the_best_place_of_the_grid(told, classes):
+    labels = torch.arange(classes).repeat(6)
+    scores = gaussian(3, len(labels) + 5, classes, seed=0)
+    scores[:, : len(labels)] += told * F.one_hot(
+        labels, classes
+    )  # 100: told without an error, the loss is 0 from some place on
+    scores[2] = 1.5  # nothing at all
+    scaled = scores / scores[:, : len(labels)].std((1, 2), keepdim=True).clamp(min=1e-300)
+    losses = torch.stack(
+        [
+            F.nll_loss(
+                torch.log_softmax(scaled[:, : len(labels)] * sharp, 2).transpose(1, 2),
+                labels.expand(3, -1),
+                reduction="none",
+            ).mean(1)
+            for sharp in SHARPNESS
+        ]
+    )
+    expected = torch.softmax(scaled * SHARPNESS[losses.argmin(0)][:, None, None], 2)
+    assert_close(probabilities(scores, labels)[:2], expected[:2])
+    assert_close(probabilities(scores, labels)[2], torch.full_like(scores[2], 1 / classes))
 
 
 def test_columns_that_do_not_vary_are_left_out():
