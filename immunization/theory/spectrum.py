@@ -276,8 +276,9 @@ def condition_number_of(sigma: Tensor, rank: int) -> float:
     if rank > len(sigma) > 0:
         raise DegenerateSpectrum(f"rank={rank}: the features have {len(sigma)} singular values")
     kappa = (sigma[0] / sigma[rank - 1]).square().item() if rank and len(sigma) else math.nan
-    if math.isnan(kappa):  # 0 / 0
-        raise DegenerateSpectrum("the features are all zero (rank 0): they have no condition number")
+    if math.isnan(kappa):  # 0 / 0, or infinity over infinity
+        why = "not all finite" if rank and len(sigma) and sigma[0] != 0 else "all zero (rank 0)"
+        raise DegenerateSpectrum(f"the features are {why}: they have no condition number")
     return kappa
 
 
