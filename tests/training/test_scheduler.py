@@ -318,7 +318,7 @@ def test_mistakes_in_the_scheduler_of_immunize(net):
     with pytest.raises(ConfigError, match="no option 'scheduler__gamma'; there are none"):
         immunization.immunize(net, *both, scheduler__gamma=5)
     options = {"method": "condition_number", "trainable": "layer4", "augmented": True, "scheduler": "cosine"}
-    with pytest.raises(DataError, match="cannot say how many batches it gives"):
+    with pytest.raises(DataError, match="the harmful loader has no length"):
         immunization.immunize(net, loader(4, 0), Endless(), **options)
     immunization.immunize(net, loader(4, 0), Endless(), **options | {"scheduler": "none", "epochs": 1})
 
