@@ -171,7 +171,7 @@ def test_a_model_without_blocks_is_refused(enlarged):
 
 def test_without_a_trained_block_it_says_so(net):
     model, tasks = build(net, trainable="bn1").read(net, False)
-    with pytest.raises(ConfigError, match=r"none of test_resnet's blocks is trained; see model\.trainable"):
+    with pytest.raises(ConfigError, match=r"none of test_resnet's blocks is trained; name some with model\.trainable"):
         ForgetBlocks(epochs=1, batch_size=16).setup(model, tasks)
 
 
