@@ -307,7 +307,8 @@ class Task:
 def _stacked_loss(logits: Tensor, y: Tensor) -> Tensor:
     """Binary cross-entropy [J] of logits [J, N, 1] and labels [J, N], with the gradients that each job has alone."""
     z, rows = logits.detach()[..., 0], y.shape[1]
-    value = F.binary_cross_entropy_with_logits(z, y, reduction="none").mean(1)
+    # one by one: with several threads, a mean over [J, N] may sum in another order
+    value = torch.stack([F.binary_cross_entropy_with_logits(*own) for own in zip(z, y, strict=True)])
     return by_hand(value, lambda g: [((z.sigmoid() - y) * g[:, None] / rows)[..., None]], logits)
 
 
