@@ -122,7 +122,7 @@ def tried(name: str, seconds: int) -> dict[str, Any]:
     if "made" in line:
         return line
     primary, harmful = batches(size, 0), batches(size, 1)
-    images = primary[0][0]
+    images, model = primary[0][0], None
     for method, options in METHODS.items():
         with within(seconds, line, method), tempfile.TemporaryDirectory() as folder:
             model = immunization.immunize(net, primary, harmful, method, **options)
@@ -133,6 +133,8 @@ def tried(name: str, seconds: int) -> dict[str, Any]:
                 raise ArithmeticError(f"the loaded net's outputs differ by {moved:.1g}")
             line[method] = "works"
     with within(seconds, line, "audit"):
+        if model is None:
+            raise ValueError("no method works with this net, so there is nothing to audit")
         immunization.audit(model, harmful_loader=harmful, reference=net, attacks=["whitened_probe"])
         line["audit"] = "works"
     with within(seconds, line, "blocks"):
