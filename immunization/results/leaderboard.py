@@ -149,7 +149,7 @@ def sections(collection: Runs) -> list[Section]:
             if suites := {suite for row in rows for result in row.results if (suite := version(result))}:
                 notes.append(f"Attackers: {', '.join(sorted(suites))}.")
                 notes += [
-                    f"{old} is an earlier suite: its rows do not compare with those of {now}."
+                    f"{old} is an earlier suite: its rows cannot be compared with those of {now}."
                     for old in sorted(suites)
                     if (now := newer(old))
                 ]

@@ -80,8 +80,8 @@ def norm_ratio(group: Sequence[Setting], objective: str) -> tuple[Figure, str] |
     for ax in figure.axes:
         ax.set_xlabel("steps, exact line search")
     return figure, (
-        "Fig. 1 of the paper. Distance of the probe to its optimum against steps of steepest descent (Eq. 16). Slow is "
-        "good for the harmful task, fast for the primary one. " + shown
+        "Fig. 1 of the paper. Distance of the probe to its optimum against steps of steepest descent (Eq. 16). For the "
+        "harmful task slow is good; for the primary task fast is good. " + shown
     )
 
 
@@ -226,11 +226,12 @@ def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
             plot.fit_log(ax.xaxis, [*(place[0] for place in points.values()), 1.0])
     plot.legend_below(figure, axes[0])
     return figure, (
-        "Medians over runs, one point per setting. Up and left is better; no setting beats one on the front in both. "
+        "Medians over runs, one point per setting. Up and left is better. No setting beats one on the front in both "
+        "measures. "
         + (
             f"Circled (★): the largest mean {objective} among {KEEPS}."
             if chosen
-            else f"No ★, which would be among {KEEPS}."
+            else f"No setting has a ★, the largest mean {objective} among {KEEPS}."
         )
         + (" Faint: without a line in the legend." if len(named) < len(group) else "")
     )

@@ -220,7 +220,8 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     _embolden(table, group, group)
     if winner:
         table.rows[group.index(winner)][0].text += STAR
-    facts = [f"{name}: {text}" for name, text in group[0].first.result.about.items() if isinstance(text, str)]
+    about = group[0].first.result.about.items()
+    facts = [text if name == "data" else f"{name}: {text}" for name, text in about if isinstance(text, str)]
     seeds = len({result.seed for result in results})
     sample = f"{seeds} seed{'s' * (seeds != 1)}" + (f", {len(pairs)} pairs of classes" if len(pairs) > 1 else "")
     sample += "; fewer than 3, so nothing is known of the spread over seeds" if seeds < 3 else ""
@@ -229,8 +230,8 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     table.notes += [f"Data: {'; '.join(facts) or 'not described'}."]  # which decides what any method can attain
     table.notes += [
         *meanings(authors),
-        f"Mean ± standard deviation over seeds{' of the mean over pairs' if len(pairs) > 1 else ''}, and Student's 95 "
-        "% interval of it; steps ratios, R² and the RIR of the other κ are medians over all runs.",
+        f"Cells have the mean ± the standard deviation over seeds{' of the mean over pairs' * (len(pairs) > 1)}, and "
+        "Student's 95 % interval of it. Steps ratios, R² and the RIR of the other κ are medians over all runs.",
         f"Bold: the best mean of a column; from {ENOUGH} seeds on, also the next ones, down to the first that differs "
         "by a paired t-test (logarithms of the same seeds and pairs, Holm, 5 %). The baseline identity is left out.",
     ]
@@ -241,7 +242,7 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     if of.stage == "start":
         table.notes.append("The baseline of (i) and (ii) is theta_0 (Eq. 17), not the inputs (Eq. 15).")
     if published(group[0].first) and not authors:
-        table.notes.append("The paper's numbers are of its own preparation of the data, dataset.protocol=authors.")
+        table.notes.append("The paper's numbers come from its own preparation of the data (dataset.protocol=authors).")
     table.notes += _gaps(group, further)
     return table
 
@@ -265,9 +266,9 @@ def counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
         return None
     table = Table.of(name, f"{heading}: successes", COUNTS, group)
     table.notes = [
-        "How many runs (all seeds and pairs) satisfy the heading; a/b: of the b runs with the measure. RIR and "
-        "Definition 3.1 (a) to (c) are rank-aware. harmful, primary, benign: steps ratio of that task; both: harmful > "
-        "1 and primary ≤ 1."
+        "A cell counts the runs (of all seeds and pairs) that satisfy its heading; a/b means a of the b runs that have "
+        "the measure. RIR and Definition 3.1 (a) to (c) are rank-aware. The columns harmful, primary and benign look "
+        "at the steps ratio of that task; both means harmful > 1 and primary ≤ 1."
     ]
     return table
 
@@ -395,9 +396,10 @@ def _embolden(table: Table, group: Sequence[Setting], rows: Sequence[Setting]) -
 
 def meanings(authors: bool) -> list[str]:
     """Notes on the columns of a comparison, with kappa by the authors' convention or rank-aware."""
-    convention = "the released code's κ, smallest eigenvalue above 1e-6 of H + 1e-6 I" if authors else "rank-aware κ"
+    released = "that of the released code, which divides by the smallest eigenvalue above 1e-6 of H + 1e-6 I"
     return [
-        f"(i), (ii): κ of the harmful and primary Hessian, relative to the baseline; RIR = (i) / (ii); {convention}.",
+        f"(i), (ii): κ of the harmful and primary Hessian, relative to the baseline; RIR = (i) / (ii). "
+        f"κ is {released if authors else 'rank-aware'}.",
         "Steps ratio: steps of a probe by gradient descent on the immunized extractor, relative to the baseline. RIR "
         "sees only the spectrum; this sees the labels, too.",
     ]

@@ -253,7 +253,7 @@ def test_what_is_marked_best_is_best(tmp_path, cases, marked, capsys):
     assert all(f" {word} " in shown for word in ["Def", "prim", "(i)", "harm", "(i)?"])  # in the rows of the terminal
     assert ("★ largest" in shown) == marked
     assert f"Flags, of {len(cases)} runs: harmful_not_slower in 1 (docs/flags.md)" in shown
-    assert ("No ★, which would be among" in plot.caption) != marked
+    assert ("No setting has a ★" in plot.caption) != marked
 
 
 def test_a_star_needs_every_run(tmp_path, capsys):
