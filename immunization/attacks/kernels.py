@@ -16,7 +16,7 @@ NOISE = 10 * torch.finfo(torch.float32).eps
 """Deviation of a column, relative to its largest value, below which it holds nothing but rounding."""
 
 PART = 2**18
-"""Numbers that are standardized at a time: as many as the processor's cache holds."""
+"""Numbers that the CPU standardizes at a time: as many as its cache holds."""
 
 SHARPNESS = torch.logspace(-0.5, 1.5, 17, dtype=torch.float64)
 """What classes' scores of deviation 1 are multiplied by before the softmax that makes them probabilities."""
@@ -60,12 +60,15 @@ class Kernel:
             columns = _mean(train, root)
             mean, deviation = _moments(columns)
 
+        dead = None if alive.all() else ~alive
+
         def standardized(x: Tensor) -> Tensor:
             x.sub_(mean).div_(deviation)
-            return x if alive.all() else x.masked_fill_(~alive, 0.0)  # also where they are not finite
+            return x if dead is None else x.masked_fill_(dead, 0.0)  # also where they are not finite
 
         columns = standardized(columns)
-        sizes, rows = [x.shape[-2] for x in others], max(1, PART // max(1, len(mean)))
+        sizes = [x.shape[-2] for x in others]
+        rows = max(1, PART // max(1, len(mean)) if mean.device.type == "cpu" else max(sizes))
         rest, squares = mean.new_empty(sum(sizes), len(mean)), mean.new_empty(sum(sizes))
         for into, norms, views in zip(rest.split(sizes), squares.split(sizes), others, strict=True):
             for part, norm, own in zip(into.split(rows), norms.split(rows), views.split(rows, -2), strict=True):

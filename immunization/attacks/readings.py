@@ -252,19 +252,16 @@ def blended(task: Task, outputs: Outputs, rows: Tensor, fits: Sequence[Fit]) -> 
 
 
 def on_test(task: Task, outputs: Outputs, ridges: Sequence[float]) -> Callable[[Blend], Tensor]:
-    """What gives the predictions [N, outputs] of a blend for test rows; each fit on the same rows is made once."""
+    """What gives the predictions [N, outputs] of a blend for test rows; blends on the same rows share their kernels."""
 
     @lru_cache(1)
-    def fitted(rows: Tensor) -> tuple[Fitter, dict[tuple[Reading, Rule], Tensor]]:
-        return Fitter(task, outputs, rows, ridges), {}
+    def fitter(rows: Tensor) -> Fitter:
+        return Fitter(task, outputs, rows, ridges)
 
-    def predicted(blend: Blend) -> Tensor:
-        fitter, known = fitted(blend.rows)
-        for key in {(fit.reading, fit.rule): None for fit in blend.fits if not len(fit.predicted)}:
-            known[key] = known[key] if key in known else fitter.fit(key[0], [key[1]]).predicted
-        return torch.stack([known.get((fit.reading, fit.rule), fit.predicted) for fit in blend.fits]).mean(0)
+    def predicted(fit: Fit, rows: Tensor) -> Tensor:
+        return fit.predicted if len(fit.predicted) else fitter(rows).fit(fit.reading, [fit.rule]).predicted
 
-    return predicted
+    return lambda blend: torch.stack([predicted(fit, blend.rows) for fit in blend.fits]).mean(0)
 
 
 def curve_of(task: Task, blends: Sequence[Blend], on_test: Callable[[Blend], Tensor], spent: float) -> AttackCurve:

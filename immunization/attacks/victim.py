@@ -188,8 +188,7 @@ class Victim:
         images, _ = self.images("val")
         if own.keys() != other.keys() or images.ndim != 4 or not same_code(after, before):
             return 0
-        changed = {name.rpartition(".")[0] for name, x in own.items() if not torch.equal(x, other[name])}
-        weights = [[*after.get_submodule(name).parameters(recurse=False)] for name in changed]
+        weights = [[*after.get_submodule(name).parameters(recurse=False)] for name in _changed(own, other)]
         start = after.start_of(p for own in weights for p in own) if all(weights) else 0
         some = images[torch.linspace(0, len(images) - 1, 16).long()]
         alike = torch.equal(*(net.before(some.clone(), start) for net in (after, before)))
@@ -204,8 +203,7 @@ class Victim:
         after, before = (model.network().state_dict() for model in (self.model, reference))
         if after.keys().isdisjoint(before):  # another kind of net
             return ["whole"]
-        own = [n for n, x in after.items() if n not in before or not torch.equal(x, before[n].to(x))]
-        return list(dict.fromkeys(name.rpartition(".")[0] for name in own))
+        return _changed(after, before)
 
     def activations(
         self, stage: Stage, precision: Precision | None, rows: tuple[int, ...] | None, start: int, mirrored: bool
@@ -284,6 +282,12 @@ class Victim:
             return forward_flops(self.extractor("immunized"), torch.zeros(1, self.task.dim))
         network = self.network(stage)
         return forward_flops(network, network.sample[:1])
+
+
+def _changed(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> list[str]:
+    """Names of the modules whose weights or statistics differ between two state dicts."""
+    own = [name for name, x in after.items() if name not in before or not torch.equal(x, before[name].to(x))]
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in own))
 
 
 def _some(split: Split, rows: Tensor) -> Split:

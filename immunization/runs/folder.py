@@ -208,14 +208,21 @@ def _logging_to(file: logging.Handler) -> Iterator[None]:
             file.close()
 
 
+class _Aside(logging.Handler):
+    def __init__(self, said: list[logging.LogRecord]) -> None:
+        super().__init__()
+        self.said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record)
+
+
 @contextmanager
 def aside(said: list[logging.LogRecord] | None = None) -> Iterator[list[logging.LogRecord]]:
     """Inside, what is logged joins a list, for `log.handle` when its run is the one that is logged."""
     said = [] if said is None else said
     before, propagate, log.propagate = log.handlers, log.propagate, False
-    keep = logging.Handler()
-    setattr(keep, "emit", said.append)  # noqa: B010
-    log.handlers = [keep]
+    log.handlers = [_Aside(said)]
     try:
         yield said
     finally:
