@@ -68,13 +68,18 @@ def defaults(path: Path) -> list[str]:
 
 
 def about(path: Path) -> str:
-    """The first comment of a file, without its package."""
+    """What a file of conf/ is for: its first comment without the package, or the comment of its only key."""
     lines = []
     for line in path.read_text().splitlines():
         if not line.startswith("#"):
             break
         if not line.startswith("# @package"):
             lines.append(line.removeprefix("#").strip())
+    if path.parent.name == "evaluation":
+        text = path.read_text().splitlines()[0].partition(": # ")[2]
+        lines = [f"{text[0].upper()}{text[1:]}."]
+    elif path.parent.name == "method":
+        lines = [f"[What it does](methods.md#{path.stem}).", *lines]
     return " ".join(lines)
 
 
@@ -113,7 +118,7 @@ def configuration() -> str:
         files = sorted((CONF / group).glob("common/*.yaml")) + sorted((CONF / group).glob("*.yaml"))
         for path in files:
             name = path.relative_to(CONF / group).with_suffix("").as_posix()
-            lines += [f"### `{group}={name}`" if "/" not in name else f"### Shared: `{name}`", "", about(path)]
+            lines += [f"### `{group}={name}`" if "/" not in name else f"### Shared: `{name}`", "", prose(about(path))]
             if others := defaults(path):
                 lines += ["", "Also the keys of " + ", ".join(f"`{other}`" for other in others) + "."]
             lines += keys(path, prefix(path, group))
@@ -133,17 +138,17 @@ def reads(attack: type[Attack]) -> tuple[str, str]:
     """What an attacker reads of the released model, and what it trains."""
     if attack.reference:
         trains = "a fresh net" if issubclass(attack, FineTune) else "a regression"
-        return "nothing, or only parts that no defense changed", trains
+        return "nothing, or only layers that the defense leaves as they are", trains
     if issubclass(attack, FreshPart):
-        return "all but the immunized layers", "these layers anew, and a head"
+        return "all layers but the immunized ones", "the immunized layers from random weights, and a head"
     if issubclass(attack, FineTune):
-        return "all weights", "layers of the net and a head"
+        return "all weights", "layers of the net, and a head"
     if attack.reads_blocks:
         return "outputs of the blocks", "a regression"
     if attack.__name__ in ("ReadWeights", "Spread"):
-        return "the weights of the map, and features", "a regression"
+        return "features, and the weights of the map", "a regression"
     steps = issubclass(attack, ProbeAttack) and attack.__name__ != "ClosedFormProbe"
-    return "features", "a linear head, step by step" if steps else "a classifier, at once"
+    return "features", "a linear head, in steps" if steps else "a classifier, without steps"
 
 
 def attackers() -> str:
