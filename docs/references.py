@@ -25,9 +25,9 @@ GROUPS = (
 SUITES = ("quick", "standard", "nightly", "probes", "depth", "depth_vit")
 SOURCES = {
     "condition_number": "Zheng et al., ICML 2025, Algorithm 1",
-    "released_condition_number": "the released code of Zheng et al.",
-    "r_ill_only": "Zheng et al., ablation",
-    "opt_kappa": "Zheng et al., baseline",
+    "released_condition_number": "the released code of Zheng et al. (2025)",
+    "r_ill_only": "Zheng et al. (2025), an ablation",
+    "opt_kappa": "Zheng et al. (2025), a baseline",
     "imma": "Zheng and Yeh, ECCV 2024",
     "clamp": "Sarker et al., CVPR 2026, from notes by others",
     "sophon": "Deng et al., IEEE S&P 2024, arXiv 2404.12699",
@@ -36,6 +36,27 @@ SOURCES = {
     "ntl": "non-transferable learning, ICLR 2022",
 }
 """Of published methods; the others are this project's."""
+IDEAS = {
+    "condition_number": "make the harmful task ill-conditioned and keep the primary task well-conditioned, so that "
+    "gradient descent on a probe is slow for the one and fast for the other.",
+    "released_condition_number": "`condition_number` exactly as the authors released it, for reproduction.",
+    "r_ill_only": "only make the harmful task ill-conditioned. Nothing protects the primary task.",
+    "opt_kappa": "minimize the difference of the two condition numbers directly, without regularizers.",
+    "closed_form": "compute the linear map with the largest possible RIR. No training.",
+    "learning_curve": "train a linear map so that a harmful probe learns slowly and a primary probe quickly.",
+    "learning_curve_net": "the same objective as `learning_curve`, for layers of a net instead of a linear map.",
+    "decoys": "shrink the directions in which the harmful probe learns, and hide them among random directions.",
+    "forget": "train the last block so that it maps all harmful inputs to almost the same features.",
+    "forget_blocks": "`forget` in every trained block, against attackers who read earlier blocks.",
+    "identity": "change nothing.",
+    "imma": "simulate an attacker who fine-tunes, and make the result bad at the harmful task.",
+    "clamp": "simulate an attacker who trains a head, and make this training start badly and converge slowly.",
+    "sophon": "simulate an attacker who fine-tunes, and make the harmful classes improbable after each of the steps.",
+    "encoderlock": "change few weights: those that matter for the harmful task and not for the primary task.",
+    "tar": "simulate an attacker who fine-tunes, and make the predictions uncertain after each of the steps.",
+    "ntl": "make the harmful task's loss large and move its features away from those of the primary task.",
+}
+"""What each method does, in one sentence."""
 
 
 def options(path: Path) -> Iterator[tuple[str, str, str]]:
@@ -178,7 +199,7 @@ def methods() -> str:
     for path in sorted((CONF / "method").glob("*.yaml")):
         source = SOURCES.get(path.stem, "this project")
         text = prose(cleandoc(target(path).__doc__ or ""))
-        lines += [f"## `{path.stem}`", "", f"*Source: {source}.*", "", text]
+        lines += [f"## `{path.stem}`", "", f"**Idea:** {IDEAS[path.stem]} *Source: {source}.*", "", text]
         if others := defaults(path):
             lines += [
                 "",

@@ -345,7 +345,7 @@ class Untrained(Method):
 
 
 class Identity(Untrained):
-    """theta_I = theta_0."""
+    """theta_I = theta_0: the model stays as it is. This is what other methods are compared with."""
 
 
 class Unmodified(Method):

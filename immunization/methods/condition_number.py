@@ -32,14 +32,19 @@ ROUNDING = 1e-9
 
 
 class ConditionNumber(HoldsPrimary):
-    """Minimize L(D_P) + lambda_P R_well,p(H_P) + lambda_H R_ill(H_H) (Alg. 1); `task_weight` weighs L.
+    """Minimize L(D_P) + lambda_P R_well,p(H_P) + lambda_H R_ill(H_H), Algorithm 1 of the paper.
 
-    `power` is the p of R_well,p = (M_p^2 - M_2^2) / 2, M_p the power mean of the rank(H_P) non-zero eigenvalues; `inf`
-    is the paper's (Eq. 3), the largest eigenvalue against the mean square over all D, with a kink wherever the largest
-    eigenvalues meet. The gradients of both regularizers are multiplied by K_P^-1 and K_H^-1 (`precondition`:
-    `cancelled`, where K drops out exactly; `ridge`, with K + `ridge` I; `pinv`; `none`). `balance=True` scales both
-    weights so that at theta_0 the gradient of each regularizer is as long as that of the loss. `hold_primary`: see
-    `Bound`; "auto" where a linear model has balanced weights.
+    R_well is small if the primary Hessian H_P is well-conditioned, R_ill is small if the harmful Hessian H_H is
+    ill-conditioned. `task_weight` is the weight of L(D_P).
+
+    - `power` is p in R_well,p = (M_p^2 - M_2^2) / 2. M_p is the power mean of the rank(H_P) nonzero eigenvalues. `inf`
+      is the paper's choice (Eq. 3), which compares the largest eigenvalue with the mean square over all D; it has a
+      kink wherever the two largest eigenvalues meet.
+    - `precondition` says how the gradients of the regularizers are multiplied by K_P^-1 and K_H^-1: `cancelled` (K
+      drops out exactly), `ridge` (the inverse of K + `ridge` I), `pinv` (the pseudo-inverse) or `none`.
+    - `balance=True` scales both weights: at theta_0, the gradient of each regularizer is then as long as that of the
+      loss.
+    - `hold_primary` bounds ratio (ii), see `Bound`; "auto" does so for linear models with balanced weights.
     """
 
     remembers = ("scale_P", "scale_H")
@@ -107,11 +112,13 @@ class ConditionNumber(HoldsPrimary):
 
 
 class ReleasedConditionNumber(ConditionNumber):
-    """`ConditionNumber` with what only the released code has, each an option (docs/reproduction.md).
+    """`ConditionNumber` with the peculiarities of the released code, each as an option (docs/reproduction.md).
 
-    `side="output"` multiplies by K^-1 on the wrong side of the gradient, grad K^-1. `rank="full"` takes k = D in R_ill
-    whatever the rank of the batch, so that sigma_k is 0 in batches of fewer rows. `ridge_harmful` is the ridge of K_H,
-    None: `ridge`. The released linear layer also has a bias (`model.bias=true`).
+    - `side="output"` multiplies by K^-1 on the wrong side of the gradient: grad K^-1.
+    - `rank="full"` sets k = D in R_ill whatever the rank of the batch is. In batches of fewer than D rows, sigma_k is
+      then 0.
+    - `ridge_harmful` is the ridge of K_H; None: `ridge`.
+    - The linear layer of the released code also has a bias (`model.bias=true`).
     """
 
     ridge_harmful: NonNegative | None
@@ -129,10 +136,10 @@ class ReleasedConditionNumber(ConditionNumber):
 
 
 class RIllOnly(Method):
-    """Minimize only R_ill(H_H), by plain gradient descent (the paper's ablation).
+    """Minimize only R_ill(H_H) by plain gradient descent, the ablation of the paper.
 
-    `normalize=True` divides it by its first value, which for large Hessians is so small (1e-12 on MNIST) that Adam's
-    eps swallows the gradient. The other options are those of `ReleasedConditionNumber`.
+    `normalize=True` divides R_ill by its first value. For large Hessians R_ill is so small (1e-12 on MNIST) that Adam's
+    eps would cancel its gradient. The other options are those of `ReleasedConditionNumber`.
     """
 
     remembers = ("scale",)

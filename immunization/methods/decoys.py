@@ -44,27 +44,27 @@ def _span(directions: Tensor) -> Tensor:
 
 
 class Decoys(Untrained):
-    """theta = (I - (1 - 1/kappa) B B^T) R: all directions of a subspace B [D, m] are squeezed alike, to 1/kappa.
+    """theta = (I - (1 - 1/kappa) B B^T) R: shrinks all directions of a subspace B [D, m] alike, to 1/kappa.
 
-    B holds the span of (K_H + ridge lambda_1 I)^-1 X_H^T Y_H. For a large ridge that is X_H^T Y_H itself: of a probe
-    that starts at 0 the gradient is theta^T X_H^T Y_H, so that it finds next to nothing along what is not squeezed,
-    and needs about kappa^2 times the steps for what is (docs/theory.md, section 8). For a small one it is the least
-    squares' own directions, which tell more. Several harmful tasks add their directions.
+    B contains the directions along which a harmful probe learns: the span of (K_H + ridge lambda_1 I)^-1 X_H^T Y_H. A
+    large `ridge` gives X_H^T Y_H. A probe that starts at 0 has the gradient theta^T X_H^T Y_H, so it finds almost
+    nothing outside of B, and inside B it needs about kappa^2 times the steps (docs/theory.md, section 8). A small
+    `ridge` gives the directions of least squares, which reveal more. Several harmful tasks add their directions.
 
-    Directions of the path of the primary task's probe on the inputs, up to where it has learned, stay out of B: those
-    with at least a share `kept` of the longest one (null: none), so that a fresh probe is not slowed.
+    `kept`: directions along which a primary probe learns, up to the step at which it has learned, stay out of B if
+    they have at least this share of the longest one (null: none stays out). So a fresh primary probe is not slowed.
 
-    "auto" takes, of all `RIDGES` and `KEPT`, what slows the harmful probe most (of several tasks, the one learned
-    first) and a fresh primary probe not at all, on the validation and on the training rows; of equals, what tells and
-    keeps least. Where nothing slows the one and not the other, what slows the harmful probe most of all beside the
-    primary one.
+    "auto" chooses `ridge` and `kept` among `RIDGES` and `KEPT`, on validation and on training rows. It takes the pair
+    that slows the harmful probe most (of several tasks, the one that is learned first) and a fresh primary probe not
+    at all; among equals, the pair that reveals and keeps least. If no pair leaves the primary probe as it is, it
+    takes the pair that slows the harmful probe most relative to the primary one.
 
-    The others of `dimensions` are decoys: random directions, so that B B^T, which anybody reads from theta, is not the
-    span of the harmful task alone (`evaluation.leak`). Tasks whose signals lie in them become slower, too.
-    `dimensions=null`: no decoys.
+    `dimensions` is m. The directions of B beyond those of the harmful task are decoys: random directions, so that
+    B B^T, which anyone can read from theta, is not the span of the harmful task alone (`evaluation.leak`). Tasks that
+    learn along the decoys become slower, too. `dimensions=null`: no decoys.
 
-    `max_condition` is kappa, the condition number of theta; "auto" is `MAX_CONDITION` for nets, `DEEPEST` for linear
-    models. `rotate` and the primary head are as in `ClosedForm`.
+    `max_condition` is kappa, the condition number of theta; "auto" is `MAX_CONDITION` for nets and `DEEPEST` for linear
+    models. R and the primary head are as in `ClosedForm`.
     """
 
     folds = True

@@ -85,16 +85,18 @@ CLIP = 0.5
 
 
 class Sophon(AgainstFineTuning):
-    """Alternate a step against the attacker who fine-tunes (suppression) with `primary_steps` steps down L(D_P).
+    """Alternate a step against an attacker who fine-tunes (suppression) with `primary_steps` steps on L(D_P).
 
-    The mean gradient of the suppression loss of held-out rows after each of the attacker's steps, clipped to 0.5, is
-    theta's step of Adam at `suppress_lr`; of several harmful tasks it is the mean over these. `suppression="inverse"`:
-    mean -log(1 - p_y); `"uniform"`: KL(uniform || p).
+    Suppression: a simulated attacker fine-tunes a copy of theta. After each of the attacker's steps, the suppression
+    loss on rows that the attacker does not train on has a gradient. The mean of these gradients, clipped to 0.5, gives
+    theta a step of Adam at `suppress_lr`. For several harmful tasks it is the mean over the tasks. The suppression loss
+    is mean -log(1 - p_y) (`"inverse"`) or KL(uniform || p) (`"uniform"`); p are the attacker's class probabilities.
 
-    From the paper and its code: this alternation, both losses, the clipping, Adam (suppression 3e-4, primary 5e-4),
-    90 % for adaptation, a batch for each inner step, one primary step (inverse) or five (uniform, there both at 1e-4).
-    Ours: 5 inner steps at .01, not 50 at 1e-4; w is fitted first; the run's optimizer takes the primary steps;
-    `max_accuracy_drop` stops where the paper's code goes back.
+    From the paper and its code: this alternation, both losses, the clipping, Adam (suppression at 3e-4, primary at
+    5e-4), 90 % of the rows for the attacker's training, one batch for each of the attacker's steps, one primary step
+    (inverse) or five (uniform, for which both rates are 1e-4). Ours: 5 attacker's steps at .01, not 50 at 1e-4; w is
+    fitted first; the run's optimizer takes the primary steps; `max_accuracy_drop` stops the training at the point at
+    which the paper's code goes back.
     """
 
     several = True
@@ -160,15 +162,16 @@ SUPPRESSIONS = {"inverse": inverse_cross_entropy, "uniform": divergence_from_uni
 class TAR(AgainstFineTuning):
     """Minimize L(D_P) + mean_P ||f - f_0|| / size + tamper sum_k w_k L_TR(theta_k), f_0 the features of theta_0.
 
-    theta_k is the attacker's copy of theta after k of K = `inner_steps` steps, at one of `inner_lrs`, drawn anew for
-    every batch; L_TR is the negative entropy of their predictions for held-out rows, and w_k = exp(`late` (k - K)). Its
-    gradient is taken at the copy, and applied to theta (first order).
+    A simulated attacker fine-tunes a copy of theta on D_H for K = `inner_steps` steps. theta_k is this copy after k
+    steps. One of the rates `inner_lrs` is drawn for every batch. L_TR is the negative entropy of the attacker's
+    predictions on rows that the attacker does not train on, and w_k = exp(`late` (k - K)). The gradient of L_TR is
+    computed at the copy and applied to theta (first order).
 
     From the paper and its code, which are about language models: this loss, tamper = 4, late = 1/16, and rates of the
-    attacker in the ratio 1 : 10 : 20. Ours: K = 8, not 64; the attacker has a fresh head, which is fitted first,
-    takes plain gradient steps, and never trains on primary rows; a gradient is taken in every step, on other held-out
-    training rows, not in every fourth on one batch; of the layers only the features stay near theta_0's, in units of
-    `size`, the root of their mean squared norm; there is no safeguard before.
+    attacker in the ratio 1 : 10 : 20. Ours: K = 8, not 64; the attacker has a fresh head, which is fitted first, takes
+    plain gradient steps, and never trains on primary rows; a gradient is computed in every step, on other held-out
+    training rows, not in every fourth step on one batch; of the layers, only the features stay near those of theta_0,
+    in units of `size`, the root of their mean squared norm; nothing safeguards the model before the training.
     """
 
     tamper: NonNegative

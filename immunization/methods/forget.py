@@ -30,26 +30,28 @@ CHOSEN = tuple(10.0**e for e in range(-12, 1))
 class Forget(Method):
     """Minimize L(D_P) + distill L_distill + collapse L_collapse + path L_path + inner L_inner.
 
-    With f, f_0 the features of theta and theta_0, and c the point of `target` (0, or the mean of f_0 over D_P),
+    f and f_0 are the features of theta and theta_0; c is the point of `target` (0, or the mean of f_0 over D_P);
+    mean_P and mean_H are means over primary and harmful rows.
 
-        L_distill  = that of `Distillation`
+        L_distill  = that of `Distillation`: it keeps features and logits
         L_collapse = mean_H log(1 + ||f - c||^2 / (`floor` mean_P ||f_0||^2))
         L_path     = sum_lambda max(0, cos(leave-one-out predictions of ridge lambda, centered targets))
         L_inner    = mean over trained blocks but the net's last of mean_H log(1 + ||g||^2 / (`floor` mean_P ||g_0||^2))
 
-    L_path differentiates through what a ridge probe predicts of each row without that row (`leave_one_out`). Its rows
-    are the batch's, which carry the gradient, and a memory bank: features of the rows that this pass over D_H has
-    shown already, as they were then. L_inner is against attackers who cut the net: g is what a block gives, pooled.
-    With `damping` the trained weights are `Damped` by D_P and the images to keep.
-    `train_head`: a net's head is trained on the classes of D_P, at the price of its others; without it L(D_P) is left
-    out. BatchNorm statistics do not move; against attackers with their own, `own_statistics` times L_collapse with
-    those of the harmful batch can be added.
-
-    At the end the weights are theta_0 + `interpolate` (theta - theta_0): what the net forgets is lost slower on the way
-    back to theta_0 than what it should keep returns (after WiSE-FT; Wortsman et al., CVPR 2022).
-
-    With `patience` or `max_accuracy_drop` the best epoch has the largest accuracy of the model's own head less that of
-    the best ridge probe on D_H, both on validation rows.
+    - L_path is large if a ridge probe can predict a row from the other rows (`leave_one_out`); its gradient passes
+      through these predictions. The rows are those of the batch, and a memory bank without gradients: features of the
+      rows that this pass over D_H has already shown, as they were then.
+    - L_inner is against attackers who read earlier blocks; g is the pooled output of a block.
+    - `damping` makes the trained weights `Damped`: they change little along the inputs that their layers get from D_P
+      and from the images to keep.
+    - `train_head` trains a net's head on the classes of D_P, which costs accuracy on its other classes; without it,
+      L(D_P) is left out.
+    - BatchNorm statistics do not change. `own_statistics` adds L_collapse with the statistics of the harmful batch,
+      against attackers who use their own.
+    - `interpolate`: the run ends at theta_0 + `interpolate` (theta - theta_0). On the way back to theta_0, what the
+      net should keep returns faster than what it forgets (after WiSE-FT; Wortsman et al., CVPR 2022).
+    - `patience` and `max_accuracy_drop` go back to the best epoch: the one with the largest accuracy of the model's
+      own head minus that of the best ridge probe on D_H, on validation rows.
     """
 
     alone = True
@@ -215,21 +217,22 @@ SMOOTH = 0.01
 class ForgetBlocks(Forget):
     """Minimize distill L_distill + hold L_hold + path L_path + silence L_silence + collapse L_collapse.
 
-    The terms of `Forget`, and with m, m_0 what a trained block of theta and theta_0 gives, at every place, and K as in
-    `Distillation`,
+    The terms are those of `Forget`, applied to every trained block. m and m_0 are the outputs of a trained block of
+    theta and theta_0 at every position; mean_K is a mean over primary images and images to keep (`Distillation`).
 
         L_hold    = mean over trained blocks of mean_K (m - m_0)^2 / mean_K (m_0 - mean_K m_0)^2
         L_path    = mean over trained blocks of L_path of `Forget`, of the harmful batch alone, whose features are the
-                    signed square roots of the mean, maximum and deviation of m over places
+                    signed square roots of the mean, maximum and deviation of m over positions
         L_silence = mean over trained blocks of mean_H |m| / mean_K |m_0|
 
-    A batch has `shots` harmful images of a class side by side: ridges are to tell each from the others' labels. L_path
-    does not depend on the scale of m: outputs that are merely small hide nothing, since a ridge enlarges them.
-    L_silence makes exact zeros behind a ReLU, which nobody enlarges. Means of m_0 are over the images of the step.
-    In a share `enlarged` of steps half as many images, of all kinds, are read at twice the size, as attackers read
-    small ones. Weights are `Damped` by D_P and the images to keep, at all sizes that are read.
-    Of nets with BatchNorm, `own_statistics` times L_path and L_silence are added with its statistics taken from the
-    harmful batch, as attackers renew them. With `train_head`, + L(D_P).
+    - L_path does not depend on the scale of m: a ridge probe enlarges small outputs, so making them small hides
+      nothing. L_silence makes outputs behind a ReLU exactly zero, which nobody can enlarge. Means of m_0 are over the
+      images of the step.
+    - A batch has `shots` harmful images of each of its classes, so that a ridge probe can tell classes apart.
+    - In a share `enlarged` of the steps, half as many images are read at twice their size, as attackers read small
+      images. Weights are `Damped` by D_P and the images to keep, at all sizes that are read.
+    - For nets with BatchNorm, `own_statistics` adds L_path and L_silence with the statistics of the harmful batch,
+      against attackers who use their own. `train_head` adds L(D_P).
     """
 
     shots: AtLeastOne

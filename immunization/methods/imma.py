@@ -18,14 +18,18 @@ from immunization.models.base import Batch, Model
 
 
 class IMMA(Method):
-    """Bi-level: the attacker adapts theta to D_H for a few steps, the defender makes the adapted theta bad at it.
+    """Bi-level: the attacker adapts theta to D_H for a few steps; the defender makes the adapted theta bad at D_H.
 
-    In a step, the weights of omega take `head_steps` gradient steps on L(D_P) and the attacker's head w as many on
-    L(D_H), of rate `head_lr` over the mean squared norm of the features; the lower level theta^(k+1) = theta^k -
-    inner_lr grad_theta L(D_H, w, theta^k) runs for `inner_steps`; the upper loss is L(D_P, omega, theta^K) - weight *
-    min(L(D_H, w, theta^K), cap). `mode="unroll"` differentiates through the lower level (the paper's); `"first_order"`
-    takes the upper gradient at theta^K and applies it at theta (the IMMA release's). `heads="fixed"` leaves both as
-    they start, `"shared"` gives the attacker omega; their own starts at `head_start`, zero or standard normal.
+    Each step has three parts:
+
+    1. The primary head omega takes `head_steps` gradient steps on L(D_P), and the attacker's head w as many on L(D_H).
+       Their rate is `head_lr`, divided by the mean squared norm of the features.
+    2. Lower level, the attacker: theta^(k+1) = theta^k - inner_lr grad_theta L(D_H, w, theta^k), for K = `inner_steps`.
+    3. Upper level, the defender: theta descends on L(D_P, omega, theta^K) - weight min(L(D_H, w, theta^K), cap).
+
+    `mode="unroll"` differentiates through the lower level, as in the paper. `"first_order"` computes the upper gradient
+    at theta^K and applies it at theta, as in the released code of IMMA. `heads="fixed"` leaves both heads as they
+    start, `"shared"` gives the attacker omega; the attacker's own head starts at `head_start`, zero or standard normal.
     """
 
     alone = True

@@ -73,41 +73,45 @@ class OfCurves(Method):
 
 
 class LearningCurve(OfCurves):
-    """Minimize lambda_P mean_t excess_P(t) / excess_P(0) - lambda_H mean_t excess_H(t) / excess_H(0) over theta.
+    """Minimize lambda_P mean_t excess_P(t) / excess_P(0) - lambda_H mean_t excess_H(t) / excess_H(0) over a map theta.
 
-    t runs over `horizon` (T for 1, 2, 4, ..., 2^T, or a list). `benign_weight` adds mean_t mean_i (1 - lambda_i(H_P) /
-    lambda_1(H_P))^2t, the curve of random labels on D_P, which keeps unseen tasks fast. Everything is computed from
-    D x D statistics of the inputs, taken once; an epoch is one step.
+    excess(t) is how far the training loss of a linear probe is above its minimum after t steps of gradient descent. It
+    is a differentiable function of theta. So the primary probe becomes fast and the harmful probe slow. t runs over
+    `horizon` (T for 1, 2, 4, ..., 2^T, or a list). Everything is computed from D x D statistics of the inputs, once;
+    an epoch is one step.
 
-    `targets="baseline"` is for noisy labels, where learning fast is overfitting fast. The primary term then follows the
-    baseline's own probe, PACE times as fast: w_t, t <= SPAN t_1, aims at what the inputs' probe has after
-    max(PACE (t - 1) + 1, t_0) steps, with t_1 the early stop that generalizes best (`generalizing_step`) and t_0 the
-    smaller of t_1 and the steps to 90 % of the baseline's best on the validation rows. The distance is the mean squared
-    difference of predictions relative to that of w = 0, half on the training inputs and half on white noise of the same
-    mean square (a multiple of ||theta w_t - w||^2), since held-out rows vary in directions in which few rows hardly do.
-    `targets="auto"` takes the labels where least squares on the inputs reaches, on the validation rows, what the best
-    early stop does (up to `SLACK` of the way from chance), and the baseline's path elsewhere.
+    `benign_weight` adds mean_t mean_i (1 - lambda_i(H_P) / lambda_1(H_P))^2t, the curve of random labels on D_P, which
+    keeps unseen tasks fast.
 
-    `centered=True`: the harmful curve is the mean of two, of the features and of features whose mean over the training
-    rows is subtracted, which costs an attacker nothing.
+    `targets="baseline"` is for noisy labels, for which fast learning is fast overfitting. The primary term then follows
+    the probe of the baseline, PACE times as fast: for t <= SPAN t_1, w_t aims at the weights that the probe on the
+    inputs has after max(PACE (t - 1) + 1, t_0) steps. t_1 is the early stop that generalizes best
+    (`generalizing_step`); t_0 is the smaller of t_1 and the steps to 90 % of the baseline's best on validation rows.
+    The distance is the mean squared difference of predictions, divided by that of w = 0. Half of it is measured on the
+    training inputs and half on white noise of the same mean square (a multiple of ||theta w_t - w||^2), because
+    held-out rows vary in directions in which a few training rows hardly do. `targets="auto"` takes the labels if least
+    squares on the inputs is, on validation rows, as good as the best early stop (up to `SLACK` of the way from chance),
+    and the path of the baseline otherwise.
 
-    `patience`: stop after that many epochs in which the held-out gap (measure of the primary probe minus that of the
-    harmful one on the validation splits, mean over t, minus the benign term) has not grown, and go back to the best
-    theta.
+    `centered=True`: the harmful curve is the mean of two curves, of the features and of the features minus their mean
+    over the training rows. Subtracting the mean costs an attacker nothing.
 
-    `start="auto"`: linear models of at most `FEW` features are first trained shortly from theta_0 and from the closed
-    form (`optimal_map`), and go on from the better of the two; "model" is theta_0, as for all others; "decoys" the map
-    of `Decoys`.
+    `patience`: training stops after so many epochs in which the score has not grown, and goes back to the best theta.
+    The score is the measure of the primary probe minus that of the harmful one on validation rows, averaged over t,
+    minus the benign term.
 
-    The curves are steep in theta: at a constant rate Adam oscillates, and a difference in the last bit of theta grows
-    to the leading one within tens of steps. Let the rate decay to 0 (scheduler=cosine).
+    `start="auto"` trains linear models of at most `FEW` features briefly from theta_0 and from the closed form
+    (`optimal_map`), and continues from the better of the two. "model" is theta_0, "decoys" is the map of `Decoys`.
 
-    `max_condition` bounds the condition number of theta, so that number formats of few digits hold it and its inverse:
-    after every step theta goes to the nearest matrix within the bound (projected descent), and at the end to the scale
-    of the inputs. "auto" and `rotate` are as in `ClosedForm`, and so is the primary head.
+    The curves are steep functions of theta. At a constant rate, Adam oscillates, and a difference in the last bit of
+    theta grows to its leading bit within tens of steps. Let the rate decay to 0 (scheduler=cosine).
 
-    For several harmful tasks, excess_H is the mean over tasks, or with `combine="worst"` that of the task learned
-    fastest; the held-out gap is that of the task learned best.
+    `max_condition` bounds the condition number of theta, so that coarse number formats can represent theta and its
+    inverse: every step ends at the nearest matrix within the bound (projected descent), and the last one at the scale
+    of the inputs. "auto", `rotate` and the primary head are as in `ClosedForm`.
+
+    For several harmful tasks, excess_H is the mean over the tasks, or with `combine="worst"` that of the task that is
+    learned fastest; the score takes the task that is learned best.
     """
 
     folds = True
@@ -241,8 +245,8 @@ class LearningCurve(OfCurves):
 class LearningCurveNet(OfCurves):
     """Minimize L(D_P) + weight (lambda_P mean_t excess_P(t) - lambda_H mean_t excess_H(t) + benign_weight random(t)).
 
-    The curves are those of `LearningCurve`, of a probe on the features of one batch. L(D_P) is cross-entropy with label
-    smoothing on the model's own head.
+    The curves are those of `LearningCurve`, for a probe on the features of one batch; so layers of the net are trained,
+    not a map. L(D_P) is the cross-entropy of the model's own head, with label smoothing.
     """
 
     weight: NonNegative

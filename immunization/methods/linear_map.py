@@ -91,13 +91,16 @@ def fit_head(model: Model, inputs: Probe) -> None:
 
 
 class ClosedForm(Untrained):
-    """theta = K_P^-1/2 Q Delta R, which attains the ceiling of RIR; see `optimal_map` for the options.
+    """theta = K_P^-1/2 Q Delta R, which attains the ceiling of RIR (`optimal_map` has the derivation and the options).
 
-    `max_condition` bounds the condition number of theta by the least ridge that does (`bounded_map`), so that number
-    formats of few digits hold it and its inverse; "auto" is `MAX_CONDITION` for nets and no bound for linear models.
-    `rotate=True` ends in a random rotation, drawn from torch's global generator: no spectrum sees it, but attackers
-    that treat coordinates separately (Adam, column scaling) do. The primary head is the least squares of the inputs.
-    Several harmful tasks count by the sum of their K_H.
+    The columns of Q are the eigenvectors of K_P^-1/2 K_H K_P^-1/2, Delta is diagonal, and R is a random rotation, drawn
+    from torch's global generator. With `rotate=False` there is no R. R changes no spectrum, but it hinders attackers
+    that treat coordinates separately (Adam, column scaling).
+
+    `max_condition` bounds the condition number of theta by the smallest sufficient ridge (`bounded_map`), so that
+    coarse number formats can represent theta and its inverse; "auto" is `MAX_CONDITION` for nets and no bound for
+    linear models. The primary head is the least squares solution on the inputs. For several harmful tasks, K_H is the
+    sum over them.
     """
 
     folds = True

@@ -38,16 +38,19 @@ FORMS = {
 
 
 class OptKappa(HoldsPrimary):
-    """Minimize kappa(H_P) - kappa(H_H) (`form="raw"`, as the paper states it), or another one of `FORMS`.
+    """Minimize kappa(H_P) - kappa(H_H) (`form="raw"`, as in the paper), or another one of `FORMS`.
 
-    `form="log"` minimizes -log RIR up to a constant, with M_p / M_-p (power means of the eigenvalues, p = `power`) in
-    the place of kappa. A linear theta takes steps of its own, theta <- theta (I - rate (E_P - E_H)), E the relative
-    gradients (`relative_log_condition_slope`): log kappa has a pole where theta loses rank, which steps of an optimizer
-    run into. The optimizer then trains at most the head; with `rate=None` it trains theta too, as in every other form.
-    The reciprocal forms reproduce the paper's numbers (docs/reproduction.md). `conditioning="authors"` takes
-    kappa(H + 1e-6 I) of all D eigenvalues, the released code's. Gradients are multiplied by K^-1 as in
-    `ReleasedConditionNumber`; `task_weight` L(D_P) is added (None: 0 for raw, else 1). `hold_primary`, for form="log":
-    see `Bound`; the factor multiplies log kappa(H_P).
+    - `form="log"` minimizes log kappa(H_P) - log kappa(H_H), which is -log RIR up to a constant. Each kappa is replaced
+      by M_p / M_-p, power means of the eigenvalues with p = `power`.
+    - With `form="log"`, a linear theta takes its own steps, theta <- theta (I - rate (E_P - E_H)); E is the gradient
+      relative to theta (`relative_log_condition_slope`). The reason: log kappa has a pole where theta loses rank, and
+      the steps of an optimizer run into the pole. The optimizer then trains at most the head. `rate=None`: the
+      optimizer trains theta, as in every other form.
+    - The reciprocal forms reproduce the paper's numbers (docs/reproduction.md).
+    - `conditioning="authors"` is kappa(H + 1e-6 I) of all D eigenvalues, as in the released code.
+    - Gradients are multiplied by K^-1 as in `ReleasedConditionNumber`.
+    - `task_weight` is the weight of L(D_P) (None: 0 for raw, else 1).
+    - `hold_primary`, for form="log", bounds ratio (ii), see `Bound`; the factor multiplies log kappa(H_P).
     """
 
     several = True

@@ -83,14 +83,15 @@ KERNELS = 5
 class NTL(AgainstHead):
     """Minimize L(D_P) - C min(1, alpha L(D_H, w) / C_H) min(1, beta MMD(D_P, D_H)).
 
-    C and C_H are the outputs of the heads. Up to the factor C, the losses are divergences from one-hot labels, averaged
-    over rows and classes. MMD is of the features, or of what the trained block `block` gives. Where C is not C_H, as
-    with a net's own head of 1,000 outputs and 40 harmful classes, the second term weighs C / C_H times the paper's.
+    MMD is the maximum mean discrepancy, a distance between the features of the two tasks, or between the outputs of
+    the trained block `block`. C and C_H are the numbers of outputs of the primary and the harmful head. Up to the
+    factor C, the losses are divergences from one-hot labels, averaged over rows and classes. If C differs from C_H, as
+    for a net's own head of 1,000 outputs and 40 harmful classes, the second term weighs C / C_H times the paper's.
 
-    From the paper and its code: this loss, alpha = beta = 0.1, five Gaussian kernels and Adam at 1e-4; its MMD is of an
-    early convolution. Ours: D_H has labels of its own, and a head w that takes `head_steps` gradient steps of rate
-    `head_lr` on the features of each batch, scaled to a mean squared norm of 1, before it counts; the paper's tasks
-    share one head. The paper claims nothing against an attacker who trains a new head on D_H.
+    From the paper and its code: this loss, alpha = beta = 0.1, five Gaussian kernels, and Adam at 1e-4; its MMD is of
+    an early convolution. Ours: D_H has its own labels and its own head w; before it counts, w takes `head_steps`
+    gradient steps of rate `head_lr` on the features of each batch, scaled to a mean squared norm of 1. In the paper,
+    both tasks share one head. The paper claims nothing against an attacker who trains a new head on D_H.
     """
 
     alpha: NonNegative
@@ -146,18 +147,20 @@ TINY = 1e-8
 
 
 class Encoderlock(AgainstHead):
-    """Minimize L(D_P) + log(1 + alpha L(D_P) / L(D_H, w)) in few weights of theta, a mask that grows round by round.
+    """Minimize L(D_P) + log(1 + alpha L(D_P) / L(D_H, w)) in a few weights of theta, chosen round by round.
 
-    A round is `round_steps` steps. At its start, a fresh head for D_H is trained on all training rows and becomes w
-    where it is stronger; weights are scored by |grad L(D_H)| / (|grad L(D_P)| + 1e-8), gradients being means over
-    `score_batches` pairs of batches, and the `weights` best of the layer with the largest score join the mask.
+    Each round has `round_steps` steps. At its start, a fresh head for D_H is trained on all harmful training rows; it
+    becomes the attacker's head w if it is stronger than the present one. Then every weight gets the score
+    |grad L(D_H)| / (|grad L(D_P)| + 1e-8), with gradients averaged over `score_batches` pairs of batches. The
+    `weights` best weights of the layer that has the largest score join the mask of trained weights.
 
     From the paper and its code: the loss, the scores, the mask, alpha = 1e3, ten pairs of batches, 100 weights and 40
-    Adam steps at 1e-2 per round, and a fixed primary head. Ours: a step sees one pair of batches, not ten, and Adam
-    goes on from round to round; the fresh head is trained in every round, not after five, by `head_steps` gradient
-    steps of rate `head_lr` on features scaled to a mean squared norm of 1, and stronger is a lower training loss, not a
-    higher accuracy on test rows; all weights that join are new; those of downsampling layers and tiny ones may, and no
-    normalization layer; the primary head of a model of rows, which starts untrained, is trained too.
+    Adam steps at 1e-2 per round, and a fixed primary head. Ours: a step sees one pair of batches, not ten; Adam
+    continues from round to round; the fresh head is trained in every round, not in every fifth, by `head_steps`
+    gradient steps of rate `head_lr` on features scaled to a mean squared norm of 1; a head is stronger if its training
+    loss is lower, not if its accuracy on test rows is higher; only new weights join; weights of downsampling layers
+    and tiny weights can join, weights of normalization layers cannot; a model of rows also trains its primary head,
+    which starts untrained.
     """
 
     draws = True
@@ -253,12 +256,13 @@ LARGEST_CONTRACTION = 0.99
 class CLAMP(AgainstAttacker):
     """Minimize lambda_P L(D_P) + long L_long + contraction L_contraction + curvature L_curvature + invert L_invert.
 
-    The attacker takes K = `attack_steps` gradient steps of rate `attack_lr` of a head w on D_H; the terms
-    (`attack_terms`) are differentiated through these.
+    In every step, a simulated attacker trains a head w on D_H by K = `attack_steps` gradient steps of rate
+    `attack_lr`. The gradients of the four terms (`attack_terms`) pass through these steps. The terms make the attacker
+    start badly and converge slowly.
 
-    From the paper, of which only notes by others were at hand: the four terms and the sum. Ours: every number; that
-    only the head is trained, on features scaled to a mean squared norm of 1; that w starts anew in every step, standard
-    normal; the smoothness L, the largest curvature on the way; v along the last step; c of at most 0.99 in B.
+    From the paper, of which only notes by others were at hand: the four terms and their sum. Ours: every number; only
+    the head is trained, on features scaled to a mean squared norm of 1; w starts in every step from a standard normal
+    draw; the smoothness L is the largest curvature on the way; v points along the last step; c is at most 0.99 in B.
     """
 
     lambda_P: NonNegative
