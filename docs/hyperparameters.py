@@ -9,12 +9,19 @@ from immunization.config import hparams
 
 HEAD = """# Default hyper-parameters
 
-A method starts from its own defaults (`conf/method/`). The section for it in the file of the data set's kind
-(`conf/hparams/<kind>.yaml`), or a file of your own in its place (`hparams/<kind>/<method>.yaml`), an experiment and the
-command line override them, in this order. A data set [names its kind](components.md#data-set) in its YAML. The source
-of every value is beside it in [conf/hparams](../conf/hparams); experiments at 128 pixels have a kind of their own,
-`resnet18_cars128`. Written by
-`python docs/hyperparameters.py`.
+This page is for users who want to know with which values a method starts on their data. Five places can set a value.
+A later place overrides the earlier ones:
+
+1. the method's own file, `conf/method/<method>.yaml`,
+2. the method's section in the file of the data set's *kind*, `conf/hparams/<kind>.yaml`. A data set
+   [names its kind](components.md#data-set) in its YAML file,
+3. a file of your own in place of this section, `hparams/<kind>/<method>.yaml`,
+4. an experiment,
+5. the command line.
+
+The table has the values from the second place, where they differ from the first. The source of each value is beside
+it in [conf/hparams](../conf/hparams). Experiments at 128 pixels have a kind of their own, `resnet18_cars128`.
+`python docs/hyperparameters.py` writes this page.
 
 | method | data sets | values that differ from the method's own |
 |---|---|---|"""
