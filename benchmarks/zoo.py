@@ -168,8 +168,9 @@ def works(line: dict[str, Any]) -> bool:
 
 INTRODUCTION = """# Which nets of timm work
 
-One small net of each of timm's {modules} modules, {versions}; {tried} were tried, {count} work: `immunize`, `save`,
-`load` (the same outputs) and `audit`. Weights and images are random, so these numbers say nothing about immunization.
+The library timm has {modules} modules of nets. This page tries one small net of each module ({versions}): {tried} were
+tried, and {count} work. A net works if `immunize`, `save`, `load` (with the same outputs) and `audit` work. Weights and
+images are random, so these numbers say nothing about immunization.
 
 *Needs: an hour.*
 
@@ -177,8 +178,14 @@ One small net of each of timm's {modules} modules, {versions}; {tried} were trie
 python benchmarks/zoo.py --runs docs/results/zoo.jsonl --page docs/results/zoo.md
 ```
 
-*map*: `closed_form` folds a map in; *layers*: `condition_number` trains the last block and the head. *Blocks* are those
-that an attacker reads. What does not work is told below.
+- *size*: the side of the images, in pixels.
+- *map*: `method=closed_form` places a linear map behind the features.
+- *layers*: `method=condition_number` trains the last block and the head.
+- *blocks*: how many blocks an attacker can read.
+
+The last section says what does not work, and why. *Not done in 60 seconds* is a time limit of this page, not an error.
+The audit of `volo_d1_224` shows an error of an earlier version of this benchmark. Today the benchmark says that there is
+nothing to audit, because no method works with this net.
 """
 
 
@@ -197,7 +204,7 @@ def page(lines: list[dict[str, Any]], modules: int) -> str:
         millions = f"{line['parameters'] / 1e6:.2f} M" if "parameters" in line else ""
         row = [line["module"], line["name"], millions, str(line.get("size", "")), *cells, str(line.get("blocks", ""))]
         text.append(f"| {' | '.join(row)} |")
-    text += ["", "## What is refused, and why", ""]
+    text += ["", "## What does not work, and why", ""]
     for line in lines:
         reasons = {s: line[s] for s in ("made", *METHODS, "audit") if line.get(s, "works") != "works"}
         text += [f"- `{line['name']}`, {step}: {why.replace('|', '/')}" for step, why in reasons.items()]

@@ -106,9 +106,9 @@ def worth_removed(rows: Sequence[Setting], worths: Sequence[Query], name: str, t
         figure.legend(*worth.get_legend_handles_labels(), loc="lower left", ncols=3, frameon=False, fontsize=9)
         figure.suptitle(title, fontsize=10, x=0.02, ha="left", y=0.98)
     caption = (
-        "Left: the share of theta_0's worth that is removed from attackers, by the images of each class that they have "
-        "(95 % interval). At 0 nothing is removed, at 1 the model is of no use. Right: points lost on the primary task "
-        f"or on the own head's other classes; a gain counts as no loss. Who loses more than {bound:g} points has "
-        f"no rank.{' †: met other attackers.' if any(row.apart for row in rows) else ''}"
+        "Left: the share of the worth of theta_0 that a method removes (95 % interval), by the number of images of "
+        "each class that attackers have. At 0 nothing is removed, at 1 the model is of no use. Right: points lost on "
+        "the primary task or on the own head's other classes; a gain counts as no loss. A method that loses more than "
+        f"{bound:g} points has no rank." + " †: this method met other attackers." * any(row.apart for row in rows)
     )
     return Plot(f"{name}_worth", caption, figure)

@@ -503,34 +503,36 @@ def setting_columns(group: Sequence[Setting], objective: Query, further: Sequenc
 
 
 WORTH = (
-    "Worth removed: the share of what theta_0 is worth to the best attacker, compared with one without the model, that "
-    "immunization takes away, by the images of each class that they have; 0 is no defense. In brackets the 95 % "
-    "interval, of several seeds that of their mean. Undetermined: theta_0's own worth cannot be told from 0."
+    "Worth removed: the worth is how much more accuracy the best attacker reaches with theta_0 than the best attacker "
+    "without the model. The column shows the share of it that immunization takes away, for attackers with so many "
+    "images of each class. 0 is no defense. In brackets: the 95 % interval, for several seeds that of their mean. "
+    "Undetermined: the worth of theta_0 may be 0."
 )
 
 NOTES = {
-    "rank": "Rank: by worth removed, of rows of three or more seeds that remove something (the interval lies above 0) "
-    "and lose at most two points, of the primary task and of other classes at either size.",
+    "rank": "Rank: by worth removed. A row has a rank if it has three seeds or more, removes something (its interval "
+    "is above 0), and loses at most two points on the primary task and on other classes at either size.",
     "worth removed": WORTH,
     "worth removed, all images": WORTH,
-    "primary, before → after": "Primary: held out, by the own head or, without one, a retrained head. Accuracy: mean ± "
-    "standard deviation over seeds, of the mean over pairs. R², loss and ratios: medians over runs, since one run can "
-    "dominate a mean.",
-    "primary probe": "Probe: steps ratio of a probe by gradient descent, > where it never reached the bar; large is "
-    "good for harmful and unseen tasks, at most 1 for primary and benign ones.",
-    "price": "Price: operations of the cheapest attack that learns the harmful task, relative to the cheapest on the "
-    "baseline; the smallest over several harmful tasks. Held: no attack learns it in most runs within its budget, "
-    "which is no proof. Not attacked by training: the same, but no attack fine-tuned everything that was immunized. "
-    "Not attacked by standard: the same, but attack=standard did not run.",
-    "price with search": "Price with search: what an attacker spends on settings that are worse is counted, too.",
-    "searched, before → after": "Searched: the best held-out measure among attackers who search for their settings.",
-    "ceiling of worth removed": "Ceiling of worth removed: what is lost to an attacker who only reads what stands "
-    "before the immunized layers, trains these layers anew, or does without the model.",
-    "SGRC": "SGRC: the share of an attacker's held-out accuracy that immunization takes away when they fine-tune the "
-    "whole net, after the fewest and the most epochs.",
+    "primary, before → after": "Primary: test accuracy, R² or loss of the model's own head. A model without one has a "
+    "retrained head. Accuracy: mean ± standard deviation over seeds; the value of a seed is its mean over pairs. R², "
+    "loss and ratios are medians over runs, because one run can dominate a mean.",
+    "primary probe": "Probe: steps ratio of a probe by gradient descent. > means that it never reached its target "
+    "accuracy. A large ratio is good for harmful and unseen tasks, a ratio of at most 1 for primary and benign tasks.",
+    "price": "Price: operations of the cheapest attack that learns the harmful task, divided by those of the cheapest "
+    "on the baseline; for several harmful tasks, the smallest price. Held: in most runs, no attack learns the task "
+    "within its budget. This is no proof. Not attacked by training: as held, but no attack fine-tuned everything that "
+    "was immunized. Not attacked by standard: as held, but attack=standard did not run.",
+    "price with search": "Price with search: the price, with the operations of all settings that an attacker tried.",
+    "searched, before → after": "Searched: the best test accuracy or R² of attackers who search for their settings.",
+    "ceiling of worth removed": "Ceiling of worth removed: the share of the worth that is lost to attackers who only "
+    "read the layers before the immunized ones, train these layers from random weights, or do without the model.",
+    "SGRC": "SGRC: the share of an attacker's test accuracy that immunization takes away. The attacker fine-tunes the "
+    "whole net; shown after the fewest and after the most epochs.",
     "unseen price": "Unseen: harmful data that no method was shown.",
-    "fine-tuning": "Harmful probe, ridge on features, and fine-tuning of what was immunized, which is not the same in "
-    "every row: attackers of the methods' own papers. A method that does not stop its own does not work here.",
+    "fine-tuning": "Harmful probe, ridge on features, fine-tuning: the attackers of the methods' own papers. "
+    "Fine-tuning trains what was immunized, which is not the same in every row. A method that does not stop these "
+    "attackers does not work here.",
 }
 """What readers have to know of a column, by its heading."""
 

@@ -110,7 +110,7 @@ def stakes(rows: Iterable[Setting]) -> list[str]:
             if r and None not in (r.value, r.low, r.high)
         ]
         if shown:
-            return [f"Theta_0 is worth {', '.join(shown)} images of each class."]
+            return [f"The worth of theta_0 (95 % interval) is {', '.join(shown)} images of each class."]
     return []
 
 

@@ -52,7 +52,10 @@ ALIKE = 1.01
 """Ratios that differ by no more than this factor are one value to a picture."""
 BANDS = 3
 """More settings than this have no bands, which would merge."""
-_HOW = f"Medians over runs; with up to {BANDS} settings, bands hold the middle half. Thin dashes: the baseline"
+_HOW = (
+    f"Lines are medians over runs; bands, with up to {BANDS} settings, are the middle half of the runs. Thin dashed "
+    "lines: the baseline"
+)
 
 
 def draw(
@@ -80,8 +83,8 @@ def norm_ratio(group: Sequence[Setting], objective: str) -> tuple[Figure, str] |
     for ax in figure.axes:
         ax.set_xlabel("steps, exact line search")
     return figure, (
-        "Fig. 1 of the paper. Distance of the probe to its optimum against steps of steepest descent (Eq. 16). For the "
-        "harmful task slow is good; for the primary task fast is good. " + shown
+        "Fig. 1 of the paper: distance of the probe's weights from their optimum, against steps of steepest descent "
+        "(Eq. 16). Slow is good for the harmful task, fast is good for the primary task. " + shown
     )
 
 
@@ -99,8 +102,8 @@ def probes(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
         ax.set_ylim(max(low, -0.25), min(high, 1.03))  # R^2 can be far below 0
         ax.set_xlabel("steps of gradient descent")
     return figure, (
-        "Fig. 3 of the paper. Held-out measure of a linear probe against its steps of gradient descent. Dotted: 90 % "
-        "of the way from guessing to the baseline's best, where steps are counted. " + shown
+        "Fig. 3 of the paper: test accuracy or R² of a linear probe, against its steps of gradient descent. Dotted "
+        "line: 90 % of the way from guessing to the baseline's best. Steps are counted until this line. " + shown
     )
 
 
@@ -131,9 +134,9 @@ def pair_maps(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
     by = AUTHORS if by_authors(group) else ""
     plot.color_bar(figure, drawn, axes[columns - 1], f"log₁₀ RIR{by}, mean over seeds", extend="both")
     return figure, (
-        "Fig. 2 of the paper. RIR of every ordered pair of classes: blue above 1, red below, full color from 100 and "
-        "1/100 on, blank without a run."
-        + (" In brackets: the paper's count of pairs with RIR much greater than 1." if paper else "")
+        "Fig. 2 of the paper: RIR of every ordered pair of classes. Blue is above 1, red is below 1. Colors are full "
+        "from 100 and from 1/100 on. Blank cells have no run."
+        + (" In brackets: the number of pairs for which the paper has RIR much greater than 1." if paper else "")
     )
 
 
@@ -174,7 +177,7 @@ def lambdas(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | No
         f" Numbers are left out of more than {plot.CROWDED} columns." if grid and len(levels[0]) > plot.CROWDED else ""
     )
     return figure, (
-        f"{members[0].method}, medians over runs, colors by their logarithms. ★: the largest mean {of.name} among "
+        f"{members[0].method}: medians over runs, colored by their logarithms. ★: the largest mean {of.name} among "
         f"{KEEPS}.{told}"
     )
 
@@ -226,14 +229,14 @@ def pareto(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | Non
             plot.fit_log(ax.xaxis, [*(place[0] for place in points.values()), 1.0])
     plot.legend_below(figure, axes[0])
     return figure, (
-        "Medians over runs, one point per setting. Up and left is better. No setting beats one on the front in both "
-        "measures. "
+        "A point is the median of one setting over its runs. Up and left is better. The line is the front: no setting "
+        "is better in both measures than a setting on it. "
         + (
             f"Circled (★): the largest mean {objective} among {KEEPS}."
             if chosen
-            else f"No setting has a ★, the largest mean {objective} among {KEEPS}."
+            else f"No setting has a ★. ★ is the largest mean {objective} among {KEEPS}."
         )
-        + (" Faint: without a line in the legend." if len(named) < len(group) else "")
+        + (" Faint points are not in the legend." if len(named) < len(group) else "")
     )
 
 
@@ -256,8 +259,8 @@ def collateral(group: Sequence[Setting], objective: str) -> tuple[Figure, str] |
     ax.set_ylabel("steps of the harmful probe / baseline")
     plot.legend_below(figure, ax, columns=1)
     return figure, (
-        "Steps ratio of the harmful task against that of a benign task, which no method is shown; medians over runs. "
-        "Up and left is better."
+        "Steps ratio of the harmful task, against the steps ratio of a benign task that no method is shown. Points are "
+        "medians over runs. Up and left is better."
     )
 
 
@@ -286,8 +289,9 @@ def alignment(group: Sequence[Setting], objective: str) -> tuple[Figure, str] | 
         handles=[line for ax in axes for line in ax.lines], loc="lower left", ncols=2, frameon=False, fontsize=9
     )
     return figure, (
-        "RIR against the alignment of both tasks, one point per pair of classes. Unrelated tasks score 1/2, aligned "
-        "ones 1. r: Spearman's rank correlation; p by permutations of the classes where all pairs have runs."
+        "RIR against the alignment score of the two tasks. A point is a pair of classes. Unrelated tasks have the "
+        "score 1/2, aligned tasks 1. r is Spearman's rank correlation. If all pairs have runs, p is from permutations "
+        "of the classes."
     )
 
 

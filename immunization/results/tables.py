@@ -230,13 +230,18 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     table.notes += [f"Data: {'; '.join(facts) or 'not described'}."]  # which decides what any method can attain
     table.notes += [
         *meanings(authors),
-        f"Cells have the mean ± the standard deviation over seeds{' of the mean over pairs' * (len(pairs) > 1)}, and "
-        "Student's 95 % interval of it. Steps ratios, R² and the RIR of the other κ are medians over all runs.",
-        f"Bold: the best mean of a column; from {ENOUGH} seeds on, also the next ones, down to the first that differs "
-        "by a paired t-test (logarithms of the same seeds and pairs, Holm, 5 %). The baseline identity is left out.",
+        "A cell shows the mean ± the standard deviation over seeds. "
+        + "The value of a seed is its mean over pairs of classes. " * (len(pairs) > 1)
+        + "The 95 % interval of the mean is Student's. Steps ratios, R² and the RIR of the other κ are medians over "
+        "all runs.",
+        f"Bold: the best mean of a column. With {ENOUGH} seeds or more, the next best means are bold, too, down to the "
+        "first one that a paired t-test tells apart (logarithms of the same seeds and pairs, Holm's correction, 5 %). "
+        "The baseline identity is left out.",
     ]
     if "no ★ for" in table.header:
-        table.notes.append(f"no ★ for: what keeps a setting from being among {KEEPS}; a/b: in a of its b runs.")
+        table.notes.append(
+            f"no ★ for: why a setting has no ★; a/b means in a of its b runs. ★ is chosen among {KEEPS}."
+        )
     if winner:
         table.notes.append(f"★: the largest mean of the objective, {of.name}, among {KEEPS}.")
     if of.stage == "start":
@@ -255,7 +260,8 @@ def pair_counts(group: Sequence[Setting], name: str, heading: str) -> Table | No
     table = Table.of(name, f"{heading}: pairs, as Fig. 2 counts them", pair_columns(rir), group)
     by = AUTHORS if by_authors(group) else ", rank-aware κ"
     table.notes = [
-        f"Pairs by the median RIR over seeds{by}. The paper counts RIR much greater than 1 and names no bound."
+        f"A pair counts by its median RIR over seeds{by}. The paper counts pairs with RIR much greater than 1 and "
+        "names no bound."
     ]
     return table
 
@@ -266,9 +272,9 @@ def counts(group: Sequence[Setting], name: str, heading: str) -> Table | None:
         return None
     table = Table.of(name, f"{heading}: successes", COUNTS, group)
     table.notes = [
-        "A cell counts the runs (of all seeds and pairs) that satisfy its heading; a/b means a of the b runs that have "
-        "the measure. RIR and Definition 3.1 (a) to (c) are rank-aware. The columns harmful, primary and benign look "
-        "at the steps ratio of that task; both means harmful > 1 and primary ≤ 1."
+        "A cell counts the runs, of all seeds and pairs, that satisfy its heading. a/b means a of b runs, if only b "
+        "runs have the measure. RIR and the conditions (a) to (c) of Definition 3.1 are rank-aware. The columns "
+        "harmful, primary and benign are about the steps ratio of that task; both means harmful > 1 and primary ≤ 1."
     ]
     return table
 
@@ -396,12 +402,13 @@ def _embolden(table: Table, group: Sequence[Setting], rows: Sequence[Setting]) -
 
 def meanings(authors: bool) -> list[str]:
     """Notes on the columns of a comparison, with kappa by the authors' convention or rank-aware."""
-    released = "that of the released code, which divides by the smallest eigenvalue above 1e-6 of H + 1e-6 I"
+    aware = "rank-aware: the smallest singular value that counts is the smallest one above rounding errors"
+    released = "that of the released code: the largest eigenvalue of H + 1e-6 I over its smallest one above 1e-6"
     return [
-        f"(i), (ii): κ of the harmful and primary Hessian, relative to the baseline; RIR = (i) / (ii). "
-        f"κ is {released if authors else 'rank-aware'}.",
-        "Steps ratio: steps of a probe by gradient descent on the immunized extractor, relative to the baseline. RIR "
-        "sees only the spectrum; this sees the labels, too.",
+        "(i) and (ii): the condition number κ of the harmful and of the primary task after immunization, divided by "
+        f"that of the baseline. RIR = (i) / (ii). κ is {released if authors else aware}.",
+        "Steps ratio: the steps that a probe needs by gradient descent on the immunized features, divided by those on "
+        "the baseline. Unlike RIR, it depends on the labels.",
     ]
 
 
@@ -412,7 +419,7 @@ def _gaps(group: Sequence[Setting], further: Iterable[Query]) -> list[str]:
     for of, text in ({of: of.name for of in further} | texts).items():
         for setting in group:
             if reason := setting.reason(of):
-                gaps.setdefault(f"No value of {text} in {reason}", []).append(setting.label)
+                gaps.setdefault(f"No value: {text} in {reason}", []).append(setting.label)
     return [f"{text} ({', '.join(labels)})." for text, labels in gaps.items()]
 
 
