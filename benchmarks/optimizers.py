@@ -219,7 +219,7 @@ def quasi_newton() -> Iterator[dict[str, Any]]:
 
 INTRODUCTION = """# Optimizers, measured
 
-Every optimizer of torch.optim and timm.optim that runs on a CPU, {versions}, trains a linear probe:
+This page measures every optimizer of torch.optim and timm.optim that runs on a CPU ({versions}) as an attacker:
 
 *Needs: hours.*
 
@@ -227,22 +227,29 @@ Every optimizer of torch.optim and timm.optim that runs on a CPU, {versions}, tr
 python benchmarks/optimizers.py --runs docs/results/optimizers.jsonl --page docs/results/optimizers.md --steps {steps}
 ```
 
-{count} take different steps without weight decay; other names for the same follow a comma. A cell has the steps (on the
-grid 2^(j/4)) until the first of 12 rates, 1e-3 to 1e3, has the bar on validation rows: 90 % of the way from guessing
-to the best of gradient descent on raw features. With > none of them reaches it within so many steps. Empty cells were
-not measured; the same command, or one with more steps, continues. *rotated*: in right singular axes of theta, which the
-weights tell. *standardized*: each feature, by the attacker. lambda_1 is 1. Digits of scikit-learn, seed 0, defaults.
+The attacker trains a linear probe on the harmful digits (scikit-learn's digits, seed 0, methods with their defaults).
+Features are scaled so that the largest eigenvalue of the probe's Hessian is 1.
 
-On your data: `attack=[adam] attack.adam.optimizer=<name>`.
+- **Rows.** {count} optimizers take different steps if they have no weight decay. Names after a comma take the same steps.
+- **Cells.** A cell has the number of steps until the probe is, on validation rows, 90 % of the way from guessing to the
+  best of gradient descent on raw features. 12 learning rates from 1e-3 to 1e3 are tried, and the first to get there
+  counts. Steps are counted on the grid 2^(j/4). > means that no rate gets there within so many steps.
+- **Empty cells** were not measured. The same command continues, also with more steps.
+- **Columns.** *raw*: the features before immunization. *rotated*: the attacker rotates the features to the right singular
+  axes of theta, which can be read from the weights. *standardized*: the attacker standardizes each feature.
+- *(arrived)* counts the optimizers that get there.
+
+For your own data, use `attack=[adam] attack.adam.optimizer=<name>`.
 """
 
 TITLES = {
     "0/1": "Digit 1 is harmful, digit 0 primary",
-    "ten": "All ten digits are harmful; primary is 3 or not, on other images, turned on their side",
+    "ten": "All ten digits are harmful; primary is 3 or not 3, on other images, rotated by 90 degrees",
 }
 
-LBFGS_SAID = """Memory D = 64. Steps until each attacker has 90 % of what it reaches on raw features; 2048 where it
-never does. Ours has exact line search; torch's its strong-Wolfe one, and a loss times 1e4, as it forgets small pairs.
+LBFGS_SAID = """A cell has the steps until the attacker is 90 % of the way from guessing to its own best on raw features. An attacker
+that never gets there has 2048. *Memory D* is a memory of as many pairs as there are features, 64. *Ours* has an exact line
+search. *torch's* has torch's strong-Wolfe line search; its loss is multiplied by 1e4, because it drops small pairs.
 """
 
 
