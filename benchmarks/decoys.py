@@ -158,21 +158,22 @@ python benchmarks/decoys.py --runs docs/results/decoys.jsonl --page docs/results
 ```
 
 `method=decoys` places a linear map behind the features that shrinks m directions
-([theory](../theory.md#a-map-in-closed-form)). Some of them are the directions of the harmful task; the others are *decoys*,
-random directions that hide the harmful ones. This page measures what decoys hide, and what they cost. *m = least* is a
-map without decoys.
+([theory](../theory.md#a-map-in-closed-form)). Some of them are the directions of the harmful task; the others are
+*decoys*, random directions that hide the harmful ones. This page measures what decoys hide, and what they cost. *m =
+least* is a map without decoys.
 
 Each section is a data set. Numbers are medians over the runs.
 
-- *harmful steps*, *primary*, *benign*: how many steps of gradient descent a fresh probe of this task takes, divided by its
-  steps on the baseline. Steps are counted up to 2^20. Benign tasks are two digits, or 20 classes of Caltech-101, that no
-  method was shown; of several benign tasks, the slowest counts.
-- *AUC, no label*: how well a direction that the map singles out separates the harmful classes, and the same for a random
-  direction.
-- *1 label*: the test accuracy of an attacker with one label per class who reads the map; *1 label, random directions*:
-  without reading the map.
-- *told*: the accuracy that an attacker gains by reading the map (`evaluation.leak`), with 1 and with 5 labels per class.
-  House Prices is a regression. There the labels are 1 and 5 rows in all, and no attacker learns anything from them.
+- *harmful steps*, *primary*, *benign*: how many steps of gradient descent a fresh probe of this task takes, divided
+  by its steps on the baseline. Steps are counted up to 2^20. Benign tasks are two digits, or 20 classes of
+  Caltech-101, that no method was shown; of several benign tasks, the slowest counts.
+- *AUC, no label*: how well a direction that the map singles out separates the harmful classes, and the same for a
+  random direction.
+- *1 label*: the test accuracy of an attacker with one label per class who reads the map; *1 label, random
+  directions*: without reading the map.
+- *told*: the accuracy that an attacker gains by reading the map (`evaluation.leak`), with 1 and with 5 labels per
+  class. House Prices is a regression. There the labels are 1 and 5 rows in all, and no attacker learns anything from
+  them.
 - The digits have 90 ordered pairs; methods that train have ten of these.
 - The primary task of `resnet18_1000` has the 1,000 classes of ImageNet, as the net predicts them, on 6,800 images.
 """

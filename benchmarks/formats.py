@@ -134,9 +134,9 @@ def tried(option: Option, net: Net, bar: float) -> dict[str, Any]:
 
 INTRODUCTION = """# What deployment tools leave of an immunization
 
-This page measures what is left of immunization when deployment tools convert a net to another number format, and how well
-this project predicts it. {nets} were fitted to digits 0 to 3 (the primary task) and immunized
-against a probe for digits 4 to 6 (the harmful task). There are three immunized versions of each net:
+This page measures what is left of immunization when deployment tools convert a net to another number format, and how
+well this project predicts it. {nets} were fitted to digits 0 to 3 (the primary task) and immunized against a probe
+for digits 4 to 6 (the harmful task). There are three immunized versions of each net:
 
 - *64*: by `learning_curve` with the default bound on the condition number of the map, `method.max_condition=64`.
 - *1e4*: by `learning_curve` with the bound 1e4. The maps of the two nets reach condition numbers of 311 and 8,310.
@@ -145,8 +145,8 @@ against a probe for digits 4 to 6 (the harmful task). There are three immunized 
 Each tool converts the nets, and the converted file itself is run.
 
 - *own*: accuracy on the primary task, by the logits of the file, on {own} test rows.
-- *steps*: how many steps a harmful probe takes on the tensor before the last linear layer of the file, until it is 90 % of
-  the way from guessing to its best on the net before immunization. 1,048,576 means that it never gets there.
+- *steps*: how many steps a harmful probe takes on the tensor before the last linear layer of the file, until it is 90
+  % of the way from guessing to its best on the net before immunization. 1,048,576 means that it never gets there.
 - In brackets: the prediction of `immunization.models.formats.in_format`, which knows the conventions of each tool. A
   number is **bold** if the prediction is off by more than .05 (accuracy) or by more than a factor of 2 (steps).
 
@@ -157,15 +157,14 @@ pip install '.[formats]'
 python benchmarks/formats.py --runs docs/results/formats.jsonl --page docs/results/formats.md --deploy docs/deploy.md
 ```
 
-Versions: {versions}.
-The processor has AVX2 only. Without VNNI, the 8-bit sums of some tools can saturate. Without AMX or AVX512, OpenVINO
-computes bfloat16 in float32.
+Versions: {versions}. The processor has AVX2 only. Without VNNI, the 8-bit sums of some tools can saturate. Without
+AMX or AVX512, OpenVINO computes bfloat16 in float32.
 """
 GPU = """
 ## On a GPU
 
-This was measured once by hand, with the net of `experiment=digits_deep` on an H200. A cell has the own accuracy and the
-steps of a harmful probe. Before immunization they are 1.00 and 3.
+This was measured once by hand, with the net of `experiment=digits_deep` on an H200. A cell has the own accuracy and
+the steps of a harmful probe. Before immunization they are 1.00 and 3.
 
 | format | `learning_curve`, 64 | bound 1e4 | `closed_form`, no bound |
 |---|---|---|---|

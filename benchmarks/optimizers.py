@@ -230,13 +230,14 @@ python benchmarks/optimizers.py --runs docs/results/optimizers.jsonl --page docs
 The attacker trains a linear probe on the harmful digits (scikit-learn's digits, seed 0, methods with their defaults).
 Features are scaled so that the largest eigenvalue of the probe's Hessian is 1.
 
-- **Rows.** {count} optimizers take different steps if they have no weight decay. Names after a comma take the same steps.
-- **Cells.** A cell has the number of steps until the probe is, on validation rows, 90 % of the way from guessing to the
-  best of gradient descent on raw features. 12 learning rates from 1e-3 to 1e3 are tried, and the first to get there
-  counts. Steps are counted on the grid 2^(j/4). > means that no rate gets there within so many steps.
+- **Rows.** {count} optimizers take different steps if they have no weight decay. Names after a comma take the same
+  steps.
+- **Cells.** A cell has the number of steps until the probe is, on validation rows, 90 % of the way from guessing to
+  the best of gradient descent on raw features. 12 learning rates from 1e-3 to 1e3 are tried, and the first to get
+  there counts. Steps are counted on the grid 2^(j/4). > means that no rate gets there within so many steps.
 - **Empty cells** were not measured. The same command continues, also with more steps.
-- **Columns.** *raw*: the features before immunization. *rotated*: the attacker rotates the features to the right singular
-  axes of theta, which can be read from the weights. *standardized*: the attacker standardizes each feature.
+- **Columns.** *raw*: the features before immunization. *rotated*: the attacker rotates the features to the right
+  singular axes of theta, which can be read from the weights. *standardized*: the attacker standardizes each feature.
 - *(arrived)* counts the optimizers that get there.
 
 For your own data, use `attack=[adam] attack.adam.optimizer=<name>`.
@@ -247,9 +248,10 @@ TITLES = {
     "ten": "All ten digits are harmful; primary is 3 or not 3, on other images, rotated by 90 degrees",
 }
 
-LBFGS_SAID = """A cell has the steps until the attacker is 90 % of the way from guessing to its own best on raw features. An attacker
-that never gets there has 2048. *Memory D* is a memory of as many pairs as there are features, 64. *Ours* has an exact line
-search. *torch's* has torch's strong-Wolfe line search; its loss is multiplied by 1e4, because it drops small pairs.
+LBFGS_SAID = """A cell has the steps until the attacker is 90 % of the way from guessing to its own best on raw
+features. An attacker that never gets there has 2048. *Memory D* is a memory of as many pairs as
+there are features, 64. *Ours* has an exact line search. *torch's* has torch's strong-Wolfe line
+search; its loss is multiplied by 1e4, because it drops small pairs.
 """
 
 

@@ -168,9 +168,9 @@ def works(line: dict[str, Any]) -> bool:
 
 INTRODUCTION = """# Which nets of timm work
 
-The library timm has {modules} modules of nets. This page tries one small net of each module ({versions}): {tried} were
-tried, and {count} work. A net works if `immunize`, `save`, `load` (with the same outputs) and `audit` work. Weights and
-images are random, so these numbers say nothing about immunization.
+The library timm has {modules} modules of nets. This page tries one small net of each module ({versions}): {tried}
+were tried, and {count} work. A net works if `immunize`, `save`, `load` (with the same outputs) and `audit` work.
+Weights and images are random, so these numbers say nothing about immunization.
 
 *Needs: an hour.*
 
@@ -183,9 +183,9 @@ python benchmarks/zoo.py --runs docs/results/zoo.jsonl --page docs/results/zoo.m
 - *layers*: `method=condition_number` trains the last block and the head.
 - *blocks*: how many blocks an attacker can read.
 
-The last section says what does not work, and why. *Not done in 60 seconds* is a time limit of this page, not an error.
-The audit of `volo_d1_224` shows an error of an earlier version of this benchmark. Today the benchmark says that there is
-nothing to audit, because no method works with this net.
+The last section says what does not work, and why. *Not done in 60 seconds* is a time limit of this page, not an
+error. The audit of `volo_d1_224` shows an error of an earlier version of this benchmark. Today the benchmark says
+that there is nothing to audit, because no method works with this net.
 """
 
 

@@ -120,7 +120,8 @@ def test_a_table_says_what_the_model_is_worth(tmp_path):
     board_run(tmp_path / "run", "closed_form", {"probe": 1.0}, more=more)
     (section,) = sections(collect([tmp_path]))
     assert section.tables[0].notes[0] == (
-        "The worth of theta_0 (95 % interval) is 0.30 (0.20 to 0.40) with 5, 0.50 (0.40 to 0.60) with all images of each class."
+        "The worth of theta_0 (95 % interval) is 0.30 (0.20 to 0.40) with 5, 0.50 (0.40 to 0.60) with all images of "
+        "each class."
     )
 
 
