@@ -47,18 +47,19 @@ LISTED = (RATIO_HARMFUL, RATIO_PRIMARY, RIR, RIR._replace(split="test"), authors
 FIRST = ("_lambdas", "_pareto")
 """Ends of the names of pictures that stand before the tables of a page."""
 LACKING = (
-    "no ★ for: what does not hold in every run: (i) > 1, Definition 3.1, harmful steps > 1 and beyond doubt, primary "
-    "steps ≤ 1; ?: unknown."
+    "no ★ for: the conditions that some run does not satisfy: (i) > 1, Definition 3.1, harmful steps > 1 and beyond "
+    "doubt, primary steps ≤ 1; ?: unknown."
 )
 MOST = 500
 """Most rows of the report's lists of runs and problems; the CSV has all."""
 
 
 ATTACK_NOTES = (
-    "immunized, baseline: the held-out measure at the step that the attacker's validation rows choose. learned: it "
-    "reaches the bar; ?: the 95 % interval from the number of test rows contains the bar.",
-    "Operations: until the bar, which is the same for all attacks. Steps: until 90 % of the way from guessing to the "
-    "same attack's best on the baseline; >: the budget was too small. Eq. 2: the ratio that condition numbers predict.",
+    "immunized, baseline: test accuracy or R² at the step that validation rows choose. learned: the attacker reaches "
+    "the bar; ?: the 95 % interval from the number of test rows contains the bar.",
+    "Operations: until the attacker reaches the bar, which is the same for all attackers. Steps: until the attacker is "
+    "90 % of the way from guessing to its own best on the baseline; >: the budget was too small. Eq. 2: the ratio that "
+    "the condition numbers predict.",
 )
 
 

@@ -209,7 +209,7 @@ def test_what_a_search_tried_are_points_and_the_legend_names_the_front(tmp_path)
     assert points.figure.axes[0].collections[0].get_offsets().shape == (12, 2)
     (legend,) = traded.figure.legends
     assert len(legend.get_texts()) == 5 + 1 + 2  # settings 0 to 4 are the front; the largest RIR; front and ★
-    assert "Faint: without a line in the legend" in traded.caption
+    assert "Faint points are not in the legend" in traded.caption
 
 
 CASES = {
@@ -370,7 +370,7 @@ def test_the_terminal_has_whole_numbers_settings_on_lines_of_their_own_and_a_leg
     assert any(line.startswith("4 condition_number ★ ") and " 5,040  " in line for line in lines)
     text = " ".join(line.strip() for line in lines)
     assert "divided by that of the baseline. RIR = (i) / (ii)." in text
-    assert "no ★ for: what does not hold in every run: (i) > 1, Definition 3.1" in text
+    assert "no ★ for: the conditions that some run does not satisfy: (i) > 1, Definition 3.1" in text
 
 
 def test_the_objective_and_measures_of_ones_own_are_in_the_table(tmp_path, capsys, monkeypatch):
