@@ -1,4 +1,4 @@
-"""A tracker: every number that a run logs, in a file for spreadsheets."""
+"""A tracker that writes every number of a run to a file for spreadsheets."""
 
 import csv
 import logging
@@ -8,13 +8,13 @@ from typing import Any
 
 from immunization import Result, Tracker
 
-log = logging.getLogger("immunization")  # its messages stand in the run's run.log
+log = logging.getLogger("immunization")  # its messages are in run.log of the run folder
 
 
 class CSVTracker(Tracker):
-    """Lines `step,name,value` in `file` of the run folder; final measures have no step.
+    """Lines `step,name,value` in `file` of the run folder. Final measures have no step.
 
-    A run that goes on after an interruption appends. Steps since its checkpoint are there twice: the later ones count.
+    A resumed run appends its lines. Steps after its checkpoint are in the file twice: the later lines count.
     """
 
     def __init__(self, file: str = "metrics.csv") -> None:

@@ -1,4 +1,4 @@
-"""A data set: two tasks of five digits each, where `dataset=digits` has tasks of two classes."""
+"""A data set with two tasks of five digits each. (The tasks of `dataset=digits` have two classes.)"""
 
 import torch
 from sklearn.datasets import load_digits
@@ -7,7 +7,7 @@ from immunization.data import Origin, Split, Task, TaskPair, finish, split_rows,
 
 
 def digit_halves(seed: int, common_range: bool = False, name: str = "digit_halves") -> TaskPair:
-    """scikit-learn's digits of 8 x 8 pixels (D = 64): 0 to 4 are the classes of D_P, 5 to 9 those of D_H."""
+    """scikit-learn's digits of 8 x 8 pixels (D = 64). D_P has the classes 0 to 4, D_H has the classes 5 to 9."""
     pixels, digits = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
     generator = torch.Generator().manual_seed(seed)
     tasks = {}

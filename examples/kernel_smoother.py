@@ -1,4 +1,4 @@
-"""An attack: one that fits no head, and so has nothing to descend."""
+"""An attack that fits no head and takes no gradient steps."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from immunization.data import Task
 class KernelSmoother(Predictor):
     """Nadaraya-Watson regression: a weighted mean of the training targets, in which near features count more.
 
-    A row at distance d weighs exp(-d^2 / 2h^2). `bandwidths` h are relative to the standard deviation of the features;
-    the best on the validation split is used. It counts as one step.
+    A row at distance d has the weight exp(-d^2 / 2h^2). The `bandwidths` h are relative to the standard deviation of
+    the features. The bandwidth that is best on the validation split is used. The attack counts as one step.
     """
 
     setting_name, tries = "bandwidth", "bandwidths"
-    natural_ends = True  # a smaller one gives the nearest row, a larger one the mean of all
+    natural_ends = True  # a smaller bandwidth gives the nearest row, a larger one gives the mean of all rows
 
     steps = 1
     bandwidths: Sequence[float] = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)

@@ -1,4 +1,4 @@
-"""An evaluation: one more measure of the spectrum, one that a single eigenvalue does not decide."""
+"""An evaluation: a measure of the spectrum that depends on all eigenvalues."""
 
 from immunization.evaluation import Comparison, Measures
 
@@ -6,7 +6,7 @@ from immunization.evaluation import Comparison, Measures
 class ParticipationRatio:
     """`participation/<role>`: tr(H)^2 / ||H||^2, the number of directions that carry the features, from 1 to rank(H).
 
-    kappa hinges on the largest and the smallest eigenvalue; this one on all of them, and hardly on the smallest.
+    kappa depends on the largest and the smallest eigenvalue. This measure depends on all, and hardly on the smallest.
     """
 
     names = ("participation/*",)

@@ -1,4 +1,4 @@
-"""A method: the half of the objective that concerns the primary task."""
+"""A method that has only the terms of the primary task."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""A model: an extractor that is no matrix, trained from the inputs as they are."""
+"""A model whose extractor is a small network and no matrix. At the start, features are the inputs."""
 
 import torch
 from torch import Tensor, nn
