@@ -219,7 +219,8 @@ def excerpt(lines: Sequence[dict[str, Any]]) -> str:
     """The table of docs/deploy.md: own accuracy / harmful steps."""
     of = {(line["net"], line["bound"], line["tool"], line["option"]): line for line in lines if "error" not in line}
     shown = [(name, bound) for name in NETS for bound in ("64", "1e4")]
-    rows = [f"| tool | option | {' | '.join(', bound '.join(one) for one in shown)} |", "|---" * (len(shown) + 2) + "|"]
+    heads = [f"{name}, bound {bound}: accuracy / steps" for name, bound in shown]
+    rows = [f"| tool | option | {' | '.join(heads)} |", "|---" * (len(shown) + 2) + "|"]
     for tool, options in EXCERPT.items():
         for option in options:
             found = [of.get((*one, tool, option)) for one in shown]
