@@ -45,6 +45,7 @@ class Bound(Stopping):
         """`limit` is the log of the bound."""
         super().__init__(method, model)
         self.limit, self.multiplier, self.factor = limit, 0.0, 1.0
+        self.ratio = -math.inf  # the last log (ii)
         self.allowed: float | None = None  # log (ii) at START, or the target if that is larger
         self.acted = False
         self.every = SELDOM if method.pair.dim > LARGE else 1
@@ -70,9 +71,10 @@ class Bound(Stopping):
 
     def _log_ratio(self, model: Model) -> float:
         """log (ii), rough where it is so far below the bound that neither controller nor bound see a difference."""
-        if not self.method.pair.primary.width:
+        far = self.limit - MARGIN - LARGEST - MIN_GAIN
+        if not self.method.pair.primary.width and self.ratio < far:  # one that was near probably still is
             rough = self.method.ratios.roughly(model, "primary")
-            if rough < self.limit - MARGIN - LARGEST - MIN_GAIN:
+            if rough < far:
                 return rough
         return self.method.ratios.of(model, "primary")
 
