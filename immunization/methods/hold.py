@@ -62,7 +62,8 @@ class Bound(Stopping):
             self._control(self.ratio, (epoch + 1) / self.method.epochs)
         if self.stops:
             return super().epoch_end(model, epoch)
-        if self.scores(epoch):
+        outside = controls and self.ratio > self.limit  # it cannot be the best
+        if self.scores(epoch) and (self.method.latest or not outside):
             now = {name: part.detach().clone() for name, part in self.parts.items()}
             self.unscored.append((epoch, now, self.ratio if controls else None))
             if len(self.unscored) > self.room:

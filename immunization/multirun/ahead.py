@@ -20,7 +20,7 @@ from immunization.training import side_by_side
 from immunization.training.assembly import Debug, Parts
 from immunization.training.session import Monitor, TrainingSession
 
-MOST, BYTES, SEARCHED = 8, 2**30, 256
+MOST, BYTES, SEARCHED = 13, 2**30, 256
 """Jobs that are trained together at most, bytes of their training inputs, and jobs among which they are looked for.
 
 More jobs are no faster: a step takes the time of its eigenproblems, and their matrices leave the processor's cache.
