@@ -197,15 +197,16 @@ class Task:
             return (2.0 * y - 1.0).double()[:, None]
         return F.one_hot(y, self.classes).double()
 
-    def loss(self, logits: Tensor, y: Tensor, smoothing: float = 0.0) -> Tensor:
+    def loss(self, logits: Tensor, y: Tensor, smoothing: float = 0.0, twice: bool = False) -> Tensor:
         """Mean training loss: squared error, binary cross-entropy, or, for more classes, smoothed cross-entropy.
 
         Of logits [N, outputs] and labels or targets [N]; [J] for stacks [J, N, outputs] and [J, N] of J jobs.
+        `twice`: gradients of stacks can be differentiated again, as those of one job always can.
         """
         if logits.ndim > 2 and self.outputs == 1 and self.classes:
-            return _stacked_loss(logits, y.to(logits.dtype))
+            return _stacked_loss(logits, y.to(logits.dtype), twice)
         if logits.ndim > 2:
-            return torch.stack([self.loss(*own, smoothing) for own in zip(logits, y, strict=True)])
+            return torch.stack([self.loss(*own, smoothing, twice) for own in zip(logits, y, strict=True)])
         if not self.classes:
             return F.mse_loss(logits[:, 0], y)
         if logits.shape[1] == 1:
@@ -304,8 +305,13 @@ class Task:
         return replace(self, **moved, eps=eps)
 
 
-def _stacked_loss(logits: Tensor, y: Tensor) -> Tensor:
-    """Binary cross-entropy [J] of logits [J, N, 1] and labels [J, N], with the gradients that each job has alone."""
+def _stacked_loss(logits: Tensor, y: Tensor, twice: bool) -> Tensor:
+    """Binary cross-entropy [J] of logits [J, N, 1] and labels [J, N], with the gradients that each job has alone.
+
+    `twice`: they can be differentiated again, and are those up to rounding.
+    """
+    if twice:
+        return F.binary_cross_entropy_with_logits(logits[..., 0], y, reduction="none").mean(-1)
     z, rows = logits.detach()[..., 0], y.shape[1]
     # one by one: with several threads, a mean over [J, N] may sum in another order
     value = torch.stack([F.binary_cross_entropy_with_logits(*own) for own in zip(z, y, strict=True)])

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -172,6 +172,9 @@ class Method(Component, group="method"):
         self.callbacks = [Keep(model, pair, self.keep, self.within)] if self.keep else []
         if (stopping := self.stopping(model, self)) is not None:
             self.callbacks.append(stopping)
+
+    def join(self, model: Model, methods: "Sequence[Method]") -> None:
+        """Take over what methods of jobs side by side have besides numbers; `model` is their stacked one."""
 
     def stopping(self, model: Model, judge: "Method") -> "Stopping | None":
         """What may end the training early, by the scores of `judge`: this method, or the one that it is a part of."""

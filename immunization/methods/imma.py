@@ -1,7 +1,8 @@
 """IMMA (Zheng & Yeh, ECCV 2024): bi-level immunization against an adapting attacker."""
 
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ class IMMA(Method):
 
     alone = True
     several = True
+    side_by_side = ("weight", "inner_lr", "head_lr")
 
     inner_steps: Count
     inner_lr: NonNegative
@@ -68,6 +70,14 @@ class IMMA(Method):
             raise ConfigError("method.heads=fixed leaves both heads at 0, which trains nothing: set head_start=random")
         return attacker
 
+    def join(self, model: Model, methods: Sequence[Method]) -> None:
+        """Also heads of the attackers, with a leading dimension; `shared` ones are that of the model."""
+        for role, attacker in self.attackers.items():
+            own = [method.attackers[role].weight.data for method in methods if isinstance(method, IMMA)]
+            stacked = copy.copy(attacker)
+            stacked._parameters = {**attacker._parameters, "weight": nn.Parameter(torch.stack(own))}
+            self.attackers = self.attackers | {role: model.head if self.heads == "shared" else stacked}
+
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"attackers": {role: w.weight.data for role, w in self.attackers.items()}}
 
@@ -78,7 +88,7 @@ class IMMA(Method):
 
     def step(self, model: Model, primary: Batch, *harmful: Batch) -> Terms:
         if self.heads != "fixed":
-            self._fit_head(model.head, model.features(primary.x), primary.y, self.pair.primary)
+            self._fit_head(model, model.head, primary, self.pair.primary)
         batches = zip(self.pair.harmful_tasks.items(), harmful, strict=True)
         terms = {role: self._against(model, primary, task, self.attackers[role], own) for (role, task), own in batches}
         return over_tasks(terms, self.combine)
@@ -86,25 +96,49 @@ class IMMA(Method):
     def _against(self, model: Model, primary: Batch, task: Task, attacker: nn.Linear, harmful: Batch) -> Terms:
         """The terms of a step against one harmful task."""
         if self.heads == "trained":
-            self._fit_head(attacker, model.features(harmful.x), harmful.y, task)
+            self._fit_head(model, attacker, harmful, task)
 
         def task_loss(task: Task, head: nn.Linear, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
-            bias = None if head.bias is None else head.bias.detach()
-            return task.loss(F.linear(model.training_features(batch.x, theta), head.weight.detach(), bias), batch.y)
+            return task.loss(_logits(model, batch.x, theta, head, head.weight.detach()), batch.y, twice=unroll)
 
         theta: Mapping[str, Tensor] = model.trained()
         unroll = self.mode == "unroll"
         for _ in range(self.inner_steps):
             with sdpa_kernel(SDPBackend.MATH) if unroll else nullcontext():  # fused attention is differentiable once
                 lower = task_loss(task, attacker, theta, harmful)
-            gradients = torch.autograd.grad(lower, list(theta.values()), create_graph=unroll)
-            theta = {name: p - self.inner_lr * g for (name, p), g in zip(theta.items(), gradients, strict=True)}
+            gradients = torch.autograd.grad(lower.sum(), list(theta.values()), create_graph=unroll)
+            moved = zip(theta.items(), gradients, strict=True)
+            theta = {name: p - _of_jobs(self.inner_lr, p) * g for (name, p), g in moved}
         loss_primary = task_loss(self.pair.primary, model.head, theta, primary)
         loss_harmful = task_loss(task, attacker, theta, harmful)
         loss = loss_primary - self.weight * loss_harmful.clamp(max=math.inf if self.cap is None else self.cap)
         return {"loss": loss, "task_loss": loss_primary, "harmful_loss": loss_harmful}
 
-    def _fit_head(self, head: nn.Linear, features: Tensor, y: Tensor, task: Task) -> None:
+    def _fit_head(self, model: Model, head: nn.Linear, batch: Batch, task: Task) -> None:
+        linear = model.linear_map() is not None  # features, O(N D^2), are then not computed
+        root = batch.root if linear else None
+        features = model.features(batch.x if root is None else root)
+        squares = features.square().sum(-1)
+        rate = self.head_lr / (squares.mean(-1) if root is None else squares.sum(-1) / batch.x.shape[-2])
+        theta = {name: p.detach() for name, p in model.trained().items()}
+        x, through = (batch.x, theta) if linear else (features, None)
         for _ in range(self.head_steps):
-            (gradient,) = torch.autograd.grad(task.loss(head(features), y), head.weight)
-            head.weight.data -= self.head_lr / features.square().sum(1).mean() * gradient
+            loss = task.loss(_logits(model, x, through, head, head.weight), batch.y)
+            (gradient,) = torch.autograd.grad(loss.sum(), head.weight)
+            head.weight.data -= _of_jobs(rate, gradient) * gradient
+
+
+def _logits(model: Model, x: Tensor, theta: Mapping[str, Tensor] | None, head: nn.Linear, weight: Tensor) -> Tensor:
+    """Logits [N, C] of a head with this `weight` on the features of x, or on features x where `theta` is None.
+
+    Through a linear map, also through those of stacked jobs, in O(N D).
+    """
+    if theta is not None and model.linear_map() is not None:
+        return x @ (theta["theta"] @ weight.mT)
+    features = x if theta is None else model.training_features(x, theta)
+    return F.linear(features, weight, None if head.bias is None else head.bias.detach())
+
+
+def _of_jobs(value: float | Tensor, like: Tensor) -> float | Tensor:
+    """A number for all, or one for each job [J] that multiplies the parts of `like` [J, ...]."""
+    return value.view(-1, *[1] * (like.ndim - 1)) if isinstance(value, Tensor) and value.ndim else value

@@ -23,7 +23,7 @@ from immunization.training.session import Monitor, TrainingSession
 MOST, BYTES, SEARCHED = 13, 2**30, 256
 """Jobs that are trained together at most, bytes of their training inputs, and jobs among which they are looked for.
 
-More jobs are no faster: a step takes the time of its eigenproblems, and their matrices leave the processor's cache.
+More jobs are hardly faster, as a step takes the time of its eigenproblems, and each keeps its iterates in memory.
 """
 LINEAR = "immunization.models.Linear"
 """The `_target_` of models that may be trained side by side."""
@@ -37,7 +37,7 @@ OWN = ("dataset", "method", "name", "objective", "pair", "seed", "tags")
 class Prepared:
     """A job before its training, or after it: its `session`, side by side with `others`, and still to be measured.
 
-    `random` is the state of its random numbers before the training, and `said` what it logged, until its turn.
+    `random` is the state of its random numbers, and `said` what it logged, until its turn.
     """
 
     experiment: Experiment
@@ -61,7 +61,7 @@ class Prepared:
         parts, own = self.parts, self.experiment
         monitor = Monitor(parts.model, parts.trained_on, None)
         made = TrainingSession(parts, own.optimizer, own.scheduler, own.seed, monitor, log_every=own.log_every)
-        self.session, made.said = made, self.said
+        self.session, made.said, made.random = made, self.said, self.random
         return made
 
     def deliver(self, result: Result, trackers: Sequence[Tracker]) -> None:
@@ -134,7 +134,11 @@ class Ahead:
         except Exception as error:  # of memory, or of somebody's own method: alone, each job meets its own
             told = "training jobs side by side failed (%s: %s); each of them is trained alone"
             log.warning(told, type(error).__name__, error)
-        done = {job: replace(own, others=len(jobs) - 1) for job, own in jobs.items() if own.session in ended}
+        done = {
+            job: replace(own, others=len(jobs) - 1, random=own.session.random or own.random)
+            for job, own in jobs.items()
+            if own.session in ended
+        }
         self.prepared |= done
         self.alone |= jobs.keys() - done.keys()
 

@@ -129,7 +129,9 @@ class TrainingSession:
         self.progress, self.started, self.steps = Progress(), time.perf_counter(), 0
         self.earlier = state["seconds"] if state else 0.0
         self.took: float | None = None
-        self.said: list[logging.LogRecord] = []  # what is logged before its turn, of a job side by side with others
+        # of a job side by side with others: what is logged before its turn, and where random numbers go on
+        self.said: list[logging.LogRecord] = []
+        self.random: dict[str, Any] | None = None
 
     @property
     def seconds(self) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from immunization.compute import randomness
 from immunization.compute.machine import SMALL
 from immunization.data.task import Task
 from immunization.errors import UserError
@@ -40,7 +41,7 @@ def kind_of(parts: Parts, make: Callable[..., torch.optim.Optimizer]) -> tuple[A
         return None
     if pair.dim > SMALL or pair.dim % 8 or pair.primary.train.x.device.type != "cpu":
         return None
-    if method.options.get("precondition") not in ("cancelled", "none"):  # K^-1 is not applied to stacks
+    if method.options.get("precondition", "none") not in ("cancelled", "none"):  # K^-1 is not applied to stacks
         return None
     if getattr(make, "func", None) not in ELEMENTWISE:
         return None
@@ -95,6 +96,7 @@ class _Stack:
             for parameter, part in zip(own, stacked.data, strict=True):
                 parameter.data = part
         make, scheduler = jobs[0].make
+        self.method.join(self.model, [job.method for job in jobs])
         self.optimizer = make(self.model.groups())
         self.scheduler = scheduler and scheduler(self.optimizer, jobs[0].steps)
         self.watches = [Watch(type(job.method).__name__, job.progress) for job in jobs]
@@ -139,17 +141,22 @@ class _Stack:
 
 
 def _prepared(session: TrainingSession) -> bool:
-    """Whether a session is ready for a stack, without callbacks that add to the loss."""
+    """Whether a session is ready for a stack, without callbacks that add to the loss; it draws its own numbers."""
+    if session.random:
+        randomness.restore(session.random)
     try:
         with aside(session.said):
             session.prepare()
+        session.random = randomness.states()
     except UserError:
         return False
     return all(type(callback).add is Callback.add for callback in session.method.callbacks)
 
 
 def _first_terms(session: TrainingSession, batches: Sequence[Batch]) -> bool:
-    """Take the terms of the first step, which set what a method remembers of it; whether there are any."""
+    """Take the terms of the first step, where a method remembers something of it; whether there are any."""
+    if not session.method.remembers:
+        return True
     try:
         checked_step(session.method, session.model, *batches)
     except (UserError, torch.linalg.LinAlgError):

@@ -86,6 +86,30 @@ def test_every_file_has_the_bytes_of_a_job_alone(multirun, grid):
     assert together == alone
 
 
+ATTACKERS = {
+    "weights and rates": ("method.weight=0.5,1", "method.inner_lr=0.05,0.1"),
+    "seeds and random heads": (
+        "seed=0,1",
+        "method.weight=1,2",
+        "method.head_start=random",
+        "method.inner_steps=2",
+        "method.cap=0.7",
+    ),
+    "one head, first order": ("method.head_lr=0.2,0.5", "method.heads=shared", "method.mode=first_order"),
+}
+
+
+@pytest.mark.parametrize("grid", ATTACKERS.values(), ids=ATTACKERS)
+def test_imma_has_the_metrics_of_a_job_alone(multirun, grid):
+    said = multirun("together", "method=imma", *grid)
+    assert "jobs that differ in numbers alone are trained side by side" in said
+    multirun("alone", "method=imma", *grid, ALONE)
+    together, alone = of("together"), of("alone")
+    assert together.keys() == alone.keys()
+    for number, (said_alone, *_) in alone.items():
+        assert together[number][0]["metrics"] == pytest.approx(said_alone["metrics"], rel=1e-10, nan_ok=True)
+
+
 def test_a_job_that_diverges_says_so_and_leaves_the_others_as_they_are(multirun):
     grid = ("method.balance=false", "method.lambda_P=1,1e305,2", "seed=0")
     multirun("together", *grid)
@@ -145,7 +169,7 @@ def test_methods_of_one_sweep_are_kept_apart(multirun):
     "words",
     [
         ("method.batch_size=16",),
-        ("method=imma",),
+        ("method=learning_curve",),
         ("method=identity",),
         ("model.bias=true", "method.precondition=ridge"),
         ("debug=one_step",),
