@@ -93,22 +93,24 @@ def immunize(
     check_value("verbose", verbose, bool | None)
     check_value("trainable", trainable, str | Sequence[str])
     if not trainable:
-        raise ConfigError("immunize: trainable is empty; name modules of the model, or last")
+        raise ConfigError(
+            "immunize: trainable is empty; name modules of the model, such as layer4, or give trainable='last'"
+        )
     torch.manual_seed(seed)
     experiment = _configured(method, scheduler, options)
     solver = experiment.method()
     for role, loader in (("primary", primary_loader), ("harmful", harmful_loader)):
         if loader is None:
-            raise ConfigError(f"immunize: {role}_loader is None; give a loader of either task")
+            raise ConfigError(f"immunize: {role}_loader is None; give a loader for each of the two tasks")
     if augmented and not solver.folds and (solver.patience is not None or solver.max_accuracy_drop is not None):
         raise ConfigError(
-            "immunize: patience and max_accuracy_drop need images that training does not see; with augmented=True it "
-            "sees all"
+            "immunize: augmented=True trains on all images, but patience and max_accuracy_drop need images that "
+            "training does not see; leave out one of these options"
         )
     loaders = _loaders(model, primary_loader, harmful_loader, val=10, test=None)
     net, inputs = _copy(model, loaders), loaders["primary"].first()
     if folded_map(net) is not None:
-        raise ConfigError("immunize: a map is folded into the model already; give the model before immunization")
+        raise ConfigError("immunize: the model already has a folded map; give the model as it was before immunization")
     outputs, layers = _outputs(net, inputs), "fold" if solver.folds else trainable
     data, like = _source(net, loaders, augmented and not solver.folds)
     parts = assemble(
@@ -224,7 +226,7 @@ def audit(
         raise ConfigError("audit: budget and attacks are both given; give one of them")
     if harmful_loader is None:
         raise ConfigError(
-            "audit: harmful_loader is None; a single loader is that of the harmful task, audit(model, "
+            "audit: harmful_loader is missing; an audit needs data of the harmful task, audit(model, "
             "harmful_loader=loader, ...)"
         )
     attacks = budget or attacks
@@ -234,7 +236,10 @@ def audit(
     for key, value in options.items():
         name, _, option = key.partition("__")
         if name not in config.attack or option not in config.attack[name]:
-            raise ConfigError(f"audit: no option {key!r}; write <attack>__<key>, with {', '.join(config.attack)}")
+            raise ConfigError(
+                f"audit: there is no option {key!r}; write <attack>__<key> with one of the attackers "
+                f"{', '.join(config.attack)}"
+            )
         _set(config, f"attack.{name}.{option}", value)
     experiment = resolve(config)
     make: Callable[..., Model]
@@ -316,13 +321,11 @@ def _loaders(
     model: object, primary: Loaders | None, harmful: Loaders, **held_out: int | None
 ) -> dict[str, LabeledBatches]:
     if primary is harmful:
-        raise ConfigError("primary_loader and harmful_loader are the same; give every task data of its own")
+        raise ConfigError("primary_loader and harmful_loader are the same; give each task its own data")
     given = {"primary": primary, "harmful": harmful}
     for role, parts in given.items():
         if isinstance(parts, Mapping) and len({id(part) for part in parts.values()}) < len(parts):
-            raise ConfigError(
-                f"{role}_loader: {', '.join(parts)} are the same loader; give every split rows of its own"
-            )
+            raise ConfigError(f"{role}_loader: {', '.join(parts)} are the same loader; give each split its own rows")
     held_out["pad"] = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
     checked = {role: LabeledBatches(role, loader, **held_out) for role, loader in given.items() if loader is not None}
     for loader in checked.values():

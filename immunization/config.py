@@ -207,7 +207,7 @@ def run_folder(overrides: list[str], folder: str | Path | None) -> str | Path | 
     given = [word for word in overrides if re.match(r"[+~]*hydra[./]", word)]
     if other := [word for word in given if not re.match(r"\+*hydra\.run\.dir=", word)]:
         raise ConfigError(
-            f"run: {other[0]} acts on the command line alone; of Hydra's options, give only hydra.run.dir="
+            f"run: {other[0]} works only on the command line; of Hydra's options, run takes only hydra.run.dir="
         )
     if not given:
         return folder
@@ -309,7 +309,7 @@ def _check_values(value: object, key: str, nested: Collection[str]) -> None:
     if key in nested or not isinstance(value, Mapping | list):
         return
     if "_target_" in value:
-        raise ConfigError(f"{key}._target_={value['_target_']}: a class is given where values are expected")
+        raise ConfigError(f"{key}._target_={value['_target_']}: this key takes values and no class; remove _target_")
     places = {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {}
     for place, part in (places or {f"{key}[{i}]": part for i, part in enumerate(value)}).items():
         _check_values(part, place, nested)

@@ -129,7 +129,9 @@ def _check_together(settings: Mapping[str, Any]) -> None:
         if not isinstance(value := settings.get(key) or [], list):
             raise ConfigError(f"{key} must be a list, [a,b] on the command line, not {value!r}")
     if settings["published"] and not settings["suite"]:
-        raise ConfigError("published is a file of a numbered suite's curves: choose one, such as attack=[standard]")
+        raise ConfigError(
+            "published has the curves of a numbered suite, and this run has none; choose one, such as attack=[standard]"
+        )
     model, kind = settings["model"], target_of(settings, "model")
     precondition = settings["method"].get("precondition") if settings["immunize"] else None  # an audit's does nothing
     if precondition not in (None, "none") and not getattr(kind, "preconditioned", False):
@@ -137,7 +139,7 @@ def _check_together(settings: Mapping[str, Any]) -> None:
     if model.get("bias") and precondition == "cancelled":
         raise ConfigError("method.precondition=cancelled needs model.bias=false; with a bias use ridge or pinv")
     if model.get("amp") == "bfloat16" and settings["dtype"] == "float64":
-        raise ConfigError("model.amp=bfloat16 needs dtype=float32: torch leaves what is computed in float64 as it is")
+        raise ConfigError("model.amp=bfloat16 needs dtype=float32, because torch.autocast does not change float64")
 
 
 def check_objective(objective: str, evaluations: Mapping[str, object], attacks: Collection[str]) -> None:

@@ -59,7 +59,7 @@ def test_a_net_with_a_folded_map_is_not_immunized_again(net, make):
     net = make() if make else net
     folded = immunization.immunize(net, loader(4, 0), loader(3, 1), "closed_form", ridge=1e-4)
     for method in ("closed_form", "condition_number"):
-        with pytest.raises(ConfigError, match="a map is folded into the model already"):
+        with pytest.raises(ConfigError, match="the model already has a folded map"):
             immunization.immunize(folded, loader(4, 0), loader(3, 1), method)
 
 
@@ -151,7 +151,7 @@ def test_mistakes_are_named(net):
     with pytest.raises(DataError, match="harmful_loader holds only one class"):
         immunization.immunize(net, loader(4, 0), loader(1, 0))
     for given, role in (((loader(4, 0), None), "harmful"), ((None, loader(3, 1)), "primary")):
-        with pytest.raises(ConfigError, match=f"{role}_loader is None; give a loader of either task"):
+        with pytest.raises(ConfigError, match=f"{role}_loader is None; give a loader for each of the two tasks"):
             immunization.immunize(net, *given)
     for label in (-1, 10**12):
         x, y = loader(3, 1).dataset.tensors
@@ -396,7 +396,7 @@ def test_an_audit_of_a_linear_map(tmp_path):
 
 def test_an_audit_from_the_command_line_of_a_net_of_no_library_says_how(tmp_path):
     immunization.save(rows_net(), tmp_path)
-    with pytest.raises(ConfigError, match=r"holds a Sequential, no net of timm: in Python, immunization\.audit\("):
+    with pytest.raises(ConfigError, match=r"holds a Sequential, which is not a net of timm; audit it from Python, immunization\.audit\("):
         immunization.run(["experiment=audit", "tracker=none", f"model.checkpoint={tmp_path}"], tmp_path / "audit")
 
 
@@ -436,7 +436,7 @@ def test_an_audit_by_harmful_data_alone(net):
         "What an attack on the harmful task costs is unknown: the attacked task has no val split: set "
         "dataset.val_fraction above 0."
     ]
-    with pytest.raises(ConfigError, match="harmful_loader: give one loader each for train, test and perhaps val, not"):
+    with pytest.raises(ConfigError, match="harmful_loader: give one loader each for train and test, and optionally for val, not"):
         immunization.audit(net, None, {"train": loader(3, 1)}, net, attacks=["neighbours"])
     one = loader(3, 1)
     with pytest.raises(ConfigError, match="harmful_loader: train, test are the same loader"):

@@ -158,8 +158,8 @@ def test_the_folder_that_an_override_names_is_used(tmp_path, monkeypatch, no_fig
     ("words", "folder", "message"),
     [
         (["hydra.run.dir=a"], "b", "hydra.run.dir=a and folder='b' are both given"),
-        (["hydra.sweep.dir=a"], None, "hydra.sweep.dir=a acts on the command line alone"),
-        (["hydra/launcher=basic"], "b", "hydra/launcher=basic acts on the command line alone"),
+        (["hydra.sweep.dir=a"], None, "hydra.sweep.dir=a works only on the command line"),
+        (["hydra/launcher=basic"], "b", "hydra/launcher=basic works only on the command line"),
     ],
 )
 def test_options_of_hydra_that_would_do_nothing_are_refused(words, folder, message, tmp_path, monkeypatch):

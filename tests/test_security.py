@@ -141,7 +141,7 @@ def test_kept_activations_that_hold_code_are_computed_again(trap, tmp_path, caps
     assert "are damaged" in capsys.readouterr().err
 
 
-NESTED = "a class is given where values are expected"
+NESTED = "this key takes values and no class"
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,10 @@ class FineTune(Attack):
             recipe, facts, others = self.replayed[stage], {}, 0.0
             courses = [tuner.train(recipe, budget, self.seed)]
         else:
-            raise ConfigError(f"{self.group}.replay={self.replay} holds no settings for the stage {stage}")
+            raise ConfigError(
+                f"{self.group}.replay={self.replay} has no settings for the stage {stage}; give the "
+                "attack_<name>.json of a search that attacked it"
+            )
         courses += [tuner.train(recipe, budget, self.seed + i) for i in range(1, self.seeds)]
         val, test, scores = _stacked(courses)
         area = areas(val, tuner.task.chance)

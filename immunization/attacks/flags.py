@@ -54,14 +54,14 @@ def not_converged(outcome: Outcome) -> Iterator[str]:
 
 
 MEANINGS: dict[Callable[[Outcome], Iterator[str]], str] = {
-    diverged: "no success of a defense, these were tried in a way that does not work",
-    at_chance: "these stay at chance on the baseline too, which says nothing of theta_I",
-    blind: "these find features of theta_I that are the same for all rows, and guess",
-    below_chance: "these are worse than chance on theta_I, where an attacker would flip the answer",
-    capped: f"these never come {LEARNED:.0%} of the way from chance to the baseline's best within their steps, "
-    "which count instead",
-    edge: "these fail with a setting at the end of those tried, a wider range may do better",
-    not_converged: "these fail but are still getting better at their last step, more of them may do better",
+    diverged: "this is no success of the defense: with these settings the numbers were not finite",
+    at_chance: "these attackers stay at chance on the baseline, too, so they say nothing about theta_I",
+    blind: "these attackers read features of theta_I that are equal for all rows, so they guess",
+    below_chance: "these attackers are worse than chance on theta_I, and inverting their answers would succeed",
+    capped: f"these attackers do not come {LEARNED:.0%} of the way from chance to their best on the baseline, so all "
+    "their steps count",
+    edge: "these attackers fail with the smallest or largest setting tried; a wider range may do better",
+    not_converged: "these attackers fail, but were still getting better at their last step; more steps may do better",
 }
 """Every flag, raised as `attacks_<name of the function>`, and what it means."""
 

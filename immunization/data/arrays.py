@@ -240,7 +240,10 @@ def _coded(role: str, y: Mapping[str, np.ndarray], place: str, targets: Targets)
         raise DataError(f"{where} holds one class only, {classes[0]}; give rows of two classes or more")
     for key, part in own.items():
         if len(unknown := part[~np.isin(part, classes)]):
-            raise DataError(f"'{key}_y' in {place} holds the label {unknown[0]}, '{role}_y' does not")
+            raise DataError(
+                f"'{key}_y' in {place} holds the label {unknown[0]}, which '{role}_y' lacks; every label must occur "
+                f"in '{role}_y'"
+            )
     codes = {key: torch.from_numpy(np.searchsorted(classes, part.astype(classes.dtype))) for key, part in own.items()}
     return codes, len(classes), f"classes {classes.tolist()} coded 0 to {len(classes) - 1}"
 
@@ -264,14 +267,15 @@ def _matrices(stored: Mapping[str, Tensor], source: str) -> tuple[dict[str, Tens
         x, y = stored[f"{name}_x"], stored[f"{name}_y"].flatten()
         if len(x) != len(y):
             raise DataError(
-                f"'{name}_x' in {source} has {len(x)} rows, '{name}_y' has {len(y)} targets; give one a row"
+                f"'{name}_x' in {source} has {len(x)} rows, '{name}_y' has {len(y)} targets; give one target for "
+                "each row"
             )
         inputs[name], targets[name] = x, (y.double() if y.is_floating_point() else y.long()).numpy()
     for name, x in inputs.items():
         if (whole := inputs.get(SPLIT.sub("", name), x)).shape[1] != x.shape[1]:
             raise DataError(
                 f"'{name}_x' in {source} has {x.shape[1]} columns, '{SPLIT.sub('', name)}_x' has {whole.shape[1]}; "
-                "give them the same"
+                "give both the same columns"
             )
     return inputs, targets
 

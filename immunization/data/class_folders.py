@@ -101,7 +101,8 @@ def chosen(
                 )
         if unknown := [entry for entry in classes if entry not in places and str(entry) not in folders]:
             raise ConfigError(
-                f"{key}: {unknown[0]} is neither one of the {len(folders)} class folders nor the position of one"
+                f"{key}: {unknown[0]} is neither one of the {len(folders)} class folders nor the position of one; "
+                f"list folder names, or positions from 0 to {len(folders) - 1}"
             )
         names = [places.get(entry, str(entry)) for entry in classes]
     if len(names) < least or len(set(names)) < len(names):

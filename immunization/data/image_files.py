@@ -48,7 +48,7 @@ def read_image(path: str, mode: str = "RGB") -> tuple[Image, list[str]]:
     """The image in a file, as `decoded` gives it; raises DataError, which names the file, if it cannot be read."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
-            raise DataError(f"{path}: it is no regular file")
+            raise DataError(f"{path}: it is not a regular file")
         with Path(path).open("rb") as stream:
             return decoded(stream, path, mode)
     except FileNotFoundError as error:
@@ -94,7 +94,7 @@ def _converted(image: Image, mode: str) -> tuple[Image, list[str]]:
     if upright.mode[0] in "IF":
         values = np.asarray(upright)
         if upright.mode == "F" or values.min() < 0 or values.max() >= 2**16:
-            raise ValueError("its pixels are neither of 8 nor of 16 bits")
+            raise ValueError("its pixels have neither 8 nor 16 bits")
         upright = Image.fromarray((values >> 8).astype(np.uint8))  # the upper 8; Pillow itself would clip at 255
     return upright.convert(mode), kinds
 

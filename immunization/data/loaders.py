@@ -41,7 +41,9 @@ class LabeledBatches:
         self.loaders = dict(loaders) if isinstance(loaders, Mapping) else {"": loaders}
         if isinstance(loaders, Mapping) and not {"train", "test"} <= self.loaders.keys() <= set(SPLITS):
             given = ", ".join(map(str, loaders))
-            raise ConfigError(f"{self.name}: give one loader each for train, test and perhaps val, not for {given}")
+            raise ConfigError(
+                f"{self.name}: give one loader each for train and test, and optionally for val, not for {given}"
+            )
         for loader in self.loaders.values():
             if not isinstance(loader, Iterable):
                 kind = type(loader).__name__
@@ -133,14 +135,17 @@ class LabeledBatches:
                     "expected [n, ...] and [n]"
                 )
             if not fields and not x.is_floating_point():
-                raise DataError(f"{self.name} gives inputs of {x.dtype}; preprocess them to floats as the model wants")
+                raise DataError(
+                    f"{self.name} gives inputs of {x.dtype}; convert them to floats, as the model's preprocessing does"
+                )
             if not x.isfinite().all():
                 raise DataError(f"{self.name} gives inputs that hold NaN or infinity; clean or drop them")
             if self.classes and (y.is_floating_point() or y.is_complex()):
                 raise DataError(f"{self.name} gives labels of {y.dtype}; class labels must be integers")
             if not fields and shape not in (None, x.shape[1:]):
                 raise DataError(
-                    f"{self.name} gives inputs of shapes {tuple(shape)} and {tuple(x.shape[1:])}; give one shape"
+                    f"{self.name} gives inputs of shapes {tuple(shape)} and {tuple(x.shape[1:])}; all inputs must "
+                    "have one shape"
                 )
             shape = x.shape[1:]
             self._rows[split] += len(x)

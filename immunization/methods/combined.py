@@ -100,7 +100,7 @@ def combined(method: Method, pair: TaskPair) -> Method:
         return method
     if type(method).step is Method.step:
         raise ConfigError(
-            f"method={method.name} does its work at once and for one harmful task, not for {len(pair.harmful_tasks)}; "
-            "give it one, or take another method (closed_form, learning_curve, decoys)"
+            f"method={method.name} takes one harmful task, not {len(pair.harmful_tasks)}; give it one, or take "
+            "another method (closed_form, learning_curve, decoys)"
         )
     return Combined(method)

@@ -64,10 +64,15 @@ class IMMA(Method):
         attacker.to(like.device)
         if self.heads == "shared":
             if attacker.weight.shape != like.shape:
-                raise ConfigError("method.heads=shared needs a harmful task with as many outputs as the primary one")
+                raise ConfigError(
+                    "method.heads=shared needs a harmful task with as many outputs as the primary one; use "
+                    "method.heads=trained"
+                )
             return model.head
         if self.heads == "fixed" and not (like.any() or attacker.weight.any()):
-            raise ConfigError("method.heads=fixed leaves both heads at 0, which trains nothing: set head_start=random")
+            raise ConfigError(
+                "method.heads=fixed leaves both heads at 0, which trains nothing; set method.head_start=random"
+            )
         return attacker
 
     def join(self, model: Model, methods: Sequence[Method]) -> None:

@@ -70,7 +70,9 @@ class OptKappa(HoldsPrimary):
         self.weight = float(self.form != "raw") if self.task_weight is None else self.task_weight
         self.authors = self.conditioning == "authors"
         if self.precondition == "cancelled" and not self.authors:
-            raise ConfigError("method.precondition=cancelled needs method.conditioning=authors; else ridge, pinv, none")
+            raise ConfigError(
+                "method.precondition=cancelled needs method.conditioning=authors; otherwise use ridge, pinv or none"
+            )
         self.preconditioner = preconditioner(self.precondition, self.ridge, self.side)
         if self.form != "log" and self.hold_primary not in ("auto", None):
             raise ConfigError(f"method.hold_primary={self.hold_primary} needs method.form=log, not {self.form}")

@@ -57,8 +57,8 @@ class AgainstAttacker(Method):
         super().setup(model, pair)
         if self.draws and not all(isinstance(task.train.x, Tensor) for task in pair.shown.values()):
             raise ConfigError(
-                f"method={self.name} draws images at random in every step, and these are not kept: set "
-                "dataset.augment=false, or raise dataset.cache_limit"
+                f"method={self.name} draws images at random in every step, so it needs activations that are kept: "
+                "set dataset.augment=false, or raise dataset.cache_limit"
             )
 
 
@@ -178,7 +178,8 @@ class Encoderlock(AgainstHead):
         self.masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.trained().items() if p.ndim > 1}
         if not self.masks:
             raise ConfigError(
-                "method=encoderlock chooses weights of layers, and model.trainable names no layer with a matrix"
+                "method=encoderlock chooses weights of layers, and model.trainable names no layer with a matrix; "
+                "name one, such as model.trainable=layer4"
             )
         self.taken = 0
 

@@ -381,7 +381,9 @@ def units_of(net: nn.Module, sample: Tensor) -> list[tuple[str, Unit]]:
     for tried in (units, [(prefix[:-1], whole)] if prefix else []):
         if tried and _is_chain(tried, image.clone(), expected):
             return tried
-    log.info("%s is no chain of modules: it runs as a whole, without a cache of activations", type(net).__name__)
+    log.info(
+        "%s is not a sequence of modules: each step runs the whole net, without cached activations", type(net).__name__
+    )
     return [("images", net.forward_features)]
 
 

@@ -109,7 +109,7 @@ def unwrapped(path: Path, state: dict[str, Tensor], lightning: bool = False) -> 
             break
         if len(parts) > 1:  # a LightningModule also has losses and metrics
             left = [name for name, own in renamed.items() if not own.startswith(holder)]
-            log.warning("%s: taken are the weights of %s; left out: %s", path, holder[:-1], _listed(left))
+            log.warning("%s: the weights of %s are used; left out are %s", path, holder[:-1], _listed(left))
         renamed = {n: own.removeprefix(holder) for n, own in renamed.items() if own.startswith(holder)}
         lightning = False
     if len(set(renamed.values())) < len(renamed):

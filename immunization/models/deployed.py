@@ -197,8 +197,8 @@ def head_of(weights: Sequence[Any], features: Tensor, logits: Tensor) -> tuple[n
     known = f"known to {error:.1g} of its largest output" if found[1:] else f"only fitted to {len(x)} rows"
     if not error < MISFIT:  # or NaN
         raise ConfigError(
-            f"what follows the features is not linear, a linear layer is off by {error:.0%}: give a net that "
-            "ends in one, or name what that reads, audit(..., features=<name>)"
+            f"the layers after the features are not linear (a linear layer differs by {error:.0%}): give a net that "
+            "ends in a linear layer, or name the input of its last linear layer, audit(..., features=<name>)"
         )
     return head.to(features.device, torch.float32), known
 
@@ -238,11 +238,11 @@ def deployed(net: Any, inputs: Tensor, fields: Sequence[str] = (), features: str
     """A net that is only run, or an ONNX file at a path; `inputs` are some that it reads. Raises ConfigError."""
     if isinstance(net, str | Path) and Path(net).suffix.lower() != ".onnx":
         raise ConfigError(
-            f"{net}: of files only those of ONNX are read, <name>.onnx; of others give what torch.export.load, "
-            "torch.jit.load or immunization.load makes of them"
+            f"{net}: only ONNX files, <name>.onnx, are read from a path; load other files by torch.export.load, "
+            "torch.jit.load or immunization.load, and give the result"
         )
     if str(kind_of(net)).startswith("a quantized") and net.training:
-        raise ConfigError(f"{kind_of(net)} is in train mode, in which people do not run it: give net.eval()")
+        raise ConfigError(f"{kind_of(net)} is in train mode; give net.eval(), as it is deployed")
     if MASK in fields:
         inputs = inputs[inputs[:, list(fields).index(MASK)].sum(1).argsort()]  # the shortest text first
     given = list(unpack(inputs, fields).values()) if fields else [inputs]

@@ -40,13 +40,16 @@ class FittedNet(Timm):
         cache: str,
     ) -> None:
         if not isinstance(pair, ImagePair) or pair.size is None:
-            raise ConfigError(f"model.name={name} is fitted to small images: dataset=cifar10 or digits_deep")
+            raise ConfigError(
+                f"model.name={name} is fitted to small images; choose dataset=cifar10 or dataset=digits_deep"
+            )
         pair.check_channels(name, channels)
         arguments = {"in_chans": channels, "num_classes": len(pair.tasks["primary"].classes)}
         train = pair.tasks["primary"].splits["train"]
         if len(train) < BATCH:
             raise DataError(
-                f"model.name={name} is fitted in mini-batches of {BATCH}; D_P has {len(train)} training images"
+                f"model.name={name} is fitted in mini-batches of {BATCH}, and the primary task has {len(train)} "
+                f"training images; give at least {BATCH}"
             )
         known = keys.key(
             images=[train.identity, train.origin.rows, pair.size],
@@ -111,7 +114,7 @@ def _fit(
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_tensors(path, net.state_dict())
     except OSError as error:
-        log.warning("the fitted net is not kept, model.cache=<folder> keeps it: %s: %s", path, error.strerror)
+        log.warning("the fitted net is not kept (%s: %s); set model.cache to a writable folder", path, error.strerror)
     return net.state_dict()
 
 

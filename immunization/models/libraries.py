@@ -115,7 +115,7 @@ def _made(where: str, facts: Mapping[str, Any], device: str) -> nn.Module:
                 return _built(where, name, facts.get("arguments") or {})
     except (TypeError, ValueError, AttributeError, KeyError, ImportError, RuntimeError) as error:
         said = " ".join(str(error).split())[:200]
-        raise DataError(f"{where}{library} makes no {name} of its configuration ({said})") from error
+        raise DataError(f"{where}{library} cannot make a {name} from its configuration ({said})") from error
     raise DataError(f"{where}names the library {library!r}; expected torchvision or transformers")
 
 

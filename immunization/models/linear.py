@@ -26,8 +26,8 @@ def _map_of(checkpoint: str, dim: int, outputs: int) -> tuple[Tensor, Tensor]:
     if "theta" not in tensors:
         if not facts.get("timm", True):
             raise ConfigError(
-                f"model.checkpoint={path} holds a {facts['architecture']}, no net of timm: in Python, "
-                "immunization.audit(immunization.load(path, net), ...) audits it"
+                f"model.checkpoint={path} holds a {facts['architecture']}, which is not a net of timm; audit it from "
+                "Python, immunization.audit(immunization.load(path, net), ...)"
             )
         raise ConfigError(f"model.checkpoint={path} holds no linear map theta; a net needs model=timm model.name=...")
     if tensors["theta"].shape != (dim, dim) or "bias" in tensors:

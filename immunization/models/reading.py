@@ -277,10 +277,13 @@ class Reader(Model):
     def _enlarged(self, batches: Iterable[Tensor], count: int) -> Tensor:
         """What enters the extractor of `count` images at twice the size."""
         if self.parts.sample.ndim != 4:
-            raise ConfigError(f"{self.name} reads no images, which alone can be enlarged: set method.enlarged=0")
+            raise ConfigError(f"method.enlarged needs images, and {self.name} reads none; set method.enlarged=0")
         sample = twice(self.parts.sample)
         if not reads(lambda images: self.extractor(self.trunk(images)), sample):
-            raise ConfigError(f"{self.name} reads images of one size: set method.enlarged=0")
+            raise ConfigError(
+                f"method.enlarged needs a net that reads several sizes, and {self.name} reads images of one size; "
+                "set method.enlarged=0"
+            )
         return self._stored(map(twice, batches), count, sample, "method.enlarged", "set it to 0")
 
     def _stored(self, batches: Iterable[Tensor], count: int, sample: Tensor, key: str, remedy: str) -> Tensor:

@@ -175,7 +175,7 @@ class Timm(Reader):
             matched += names
         for name in matched:
             self.net.get_submodule(name).requires_grad_(True)
-        log.info("%s: trainable are %s", self.architecture, ", ".join(matched))
+        log.info("%s: trained are %s", self.architecture, ", ".join(matched))
         return matched
 
     def _last_block(self) -> str:

@@ -81,7 +81,7 @@ def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
         net = prepared_as(create(name, None, False, arguments), images_of(path, facts))
     else:
         raise ConfigError(
-            f"{path} holds a {facts.get('architecture')}, no net of timm: load(path, net) puts it into yours"
+            f"{path} holds a {facts.get('architecture')}, which is not a net of timm; give your net, load(path, net)"
         )
     try:
         model = restore(net, tensors, facts)

@@ -54,7 +54,7 @@ class Constraint(NamedTuple):
         if match := re.fullmatch(r"\s*([^\s<>=]+)\s*([<>]=?)\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*", text):
             return cls(match[1], match[2], float(match[3]))
         hint = "write a measure, one of > >= < <=, and a number, as in 'ratio_harmful > 1'"
-        raise ConfigError(f"hydra.sweeper.constraints: {text!r} is none; {hint}")
+        raise ConfigError(f"hydra.sweeper.constraints: {text!r} is not a condition; {hint}")
 
     def missed(self, setting: Setting) -> float:
         """By how much the worst run of a setting misses it, at most 0 if none does; 1 where a run has no value."""
@@ -235,7 +235,10 @@ def _values(trial: BaseTrial, override: Override) -> list[str]:
         return [override.get_value_element_as_str()]
     if isinstance(sweep, IntervalSweep):
         if key in REPEATED:
-            raise ConfigError(f"sweeper=optuna: every trial runs all values of {key}; an interval has too many")
+            raise ConfigError(
+                f"sweeper=optuna: {key} is not searched, every trial runs all its values; give a list, such as "
+                f"{key}=0,1,2"
+            )
         low, high, log = sweep.start or 0, sweep.end or 0, "log" in sweep.tags
         if isinstance(low, int) and isinstance(high, int):
             return [str(trial.suggest_int(key, low, high, log=log))]

@@ -133,7 +133,7 @@ def check_inputs(folder: Path, now: Mapping[str, Any]) -> None:
     """
     before, now = recorded_inputs(folder), files.plain(now)
     if gone := [name for name in before if name not in now]:
-        log.warning("%s: %s not there any more; the result is kept", folder, ", ".join(gone))
+        log.warning("%s: no longer there: %s; the result is kept", folder, ", ".join(gone))
     if changed := [name for name in before if name in now and not _same(before[name], now[name])]:
         raise DataError(
             f"{folder} does not match this run any more: the content of {', '.join(changed)} has changed. It stays "

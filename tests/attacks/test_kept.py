@@ -327,7 +327,7 @@ def test_published_curves_hold_for_every_machine_and_one_suite_net_and_set_of_im
 
 
 def test_published_curves_need_a_numbered_suite(tmp_path):
-    with pytest.raises(ConfigError, match="published is a file of a numbered suite's curves"):
+    with pytest.raises(ConfigError, match="published has the curves of a numbered suite"):
         run([*QUICK, f"published={tmp_path}"], folder=tmp_path / "run")
 
 

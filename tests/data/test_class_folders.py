@@ -378,11 +378,11 @@ def test_what_no_decoder_may_choose_is_unreadable_and_named(tmp_path):
     for name, why in {
         "eps.png": "no image of JPEG, PNG, ",
         "ico.png": "no image of JPEG, PNG, ",
-        "floats.tif": "its pixels are neither of 8 nor of 16 bits",
+        "floats.tif": "its pixels have neither 8 nor 16 bits",
         "link.png": "the link leads nowhere",
         "absent.png": "the file is gone",
-        "folder.png": "it is no regular file",
-        "pipe.png": "it is no regular file",
+        "folder.png": "it is not a regular file",
+        "pipe.png": "it is not a regular file",
         "empty.png": "no image of",
     }.items():
         with pytest.raises(DataError, match=f"{name}: {why}"):

@@ -234,7 +234,7 @@ def test_rows_for_test_have_a_table_of_their_own(frames):
     assert pair.harmful.test.origin.source == "harmful_test_x"
     assert pair.harmful.test.x[:, 1].tolist() == frame(2).amount.head(9).tolist()
     unknown = frames | {"harmful_test": frame(2, label="vielleicht")}
-    refused(DataError, "holds the label vielleicht, 'harmful_y' does not", frames=unknown)
+    refused(DataError, "holds the label vielleicht, which 'harmful_y' lacks", frames=unknown)
 
 
 def test_columns_of_float32_set_the_epsilon(frames):

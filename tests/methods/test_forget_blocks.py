@@ -222,7 +222,7 @@ def test_however_few_enlarged_images_are_of_two_classes(net, few):
 
 def test_a_net_of_one_size_enlarges_nothing(net):
     model, tasks = build(net, "vit_tiny_patch16_224", trainable="blocks.11").read(net, False)
-    with pytest.raises(ConfigError, match=r"reads images of one size: set method\.enlarged=0"):
+    with pytest.raises(ConfigError, match=r"reads images of one size; set method\.enlarged=0"):
         ForgetBlocks(epochs=1, batch_size=16, enlarged=0.5).setup(model, tasks)
 
 

@@ -64,7 +64,7 @@ def test_what_cannot_combine_is_refused():
         """Works in `setup`, for one task."""
 
     pair = digits(seed=0, harmful=[3, 5])
-    with pytest.raises(ConfigError, match=r"method=at_once does its work at once and for one harmful task, not for 2"):
+    with pytest.raises(ConfigError, match=r"method=at_once takes one harmful task, not 2"):
         combined(AtOnce(), pair)
     assert isinstance(combined(AtOnce(), digits(seed=0)), AtOnce)
 

@@ -126,8 +126,8 @@ LAYOUTS = {
 }
 SAID = {
     "torchvision's reference": "taken from model_ema, not from model",
-    "Lightning with a loss": "taken are the weights of net; left out: loss.weight, accuracy.tp",
-    "Lightning with an average": "taken are the weights of model_ema; left out: model.conv1.0.weight",
+    "Lightning with a loss": "the weights of net are used; left out are loss.weight, accuracy.tp",
+    "Lightning with an average": "the weights of model_ema are used; left out are model.conv1.0.weight",
     "a number beside": "no tensors and left out: epoch",
 }
 

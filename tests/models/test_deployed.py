@@ -314,7 +314,7 @@ def test_two_files_are_told_apart_where_they_differ(net, onnx_files, tmp_path):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda net: "net.pt2", r"net\.pt2: of files only those of ONNX are read.*torch\.export\.load"),
+        (lambda net: "net.pt2", r"net\.pt2: only ONNX files, <name>\.onnx, are read from a path.*torch\.export\.load"),
         (lambda net: "missing.onnx", r"missing\.onnx cannot be read as an ONNX file: .*No such file"),
         (lambda net: torch.jit.optimize_for_inference(scripted(net)), "TorchScript hides what it computes"),
         (lambda net: dynamic(net).train(), r"a quantized Small is in train mode.*: give net\.eval\(\)"),
