@@ -87,6 +87,6 @@ def test_several_attacks_share_a_flag_that_says_what_it_means():
     found = flags_of(Outcome(name, LinearProbe(), 0.5, curves) for name in ("one", "other"))
     assert list(found) == ["attacks_capped"]
     assert found["attacks_capped"] == (
-        "these attackers do not come 90% of the way from chance to their best on the baseline, so all their steps count: "
-        "one (6), other (6)"
+        "these attackers do not come 90% of the way from chance to their best on the baseline, so all their steps "
+        "count: one (6), other (6)"
     )
