@@ -436,7 +436,9 @@ def test_an_audit_by_harmful_data_alone(net):
         "What an attack on the harmful task costs is unknown: the attacked task has no val split: set "
         "dataset.val_fraction above 0."
     ]
-    with pytest.raises(ConfigError, match="harmful_loader: give one loader each for train and test, and optionally for val, not"):
+    with pytest.raises(
+        ConfigError, match="harmful_loader: give one loader each for train and test, and optionally for val, not"
+    ):
         immunization.audit(net, None, {"train": loader(3, 1)}, net, attacks=["neighbours"])
     one = loader(3, 1)
     with pytest.raises(ConfigError, match="harmful_loader: train, test are the same loader"):

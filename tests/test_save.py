@@ -105,7 +105,9 @@ def test_a_net_of_another_library(tmp_path):
     model = immunization.immunize(net, loader(4, 0, size=32), loader(3, 1, size=32), "closed_form", ridge=1e-2)
     immunization.save(model, tmp_path)
     assert same(immunization.load(tmp_path, net), model)
-    with pytest.raises(ConfigError, match=r"holds a Small, which is not a net of timm; give your net, load\(path, net\)"):
+    with pytest.raises(
+        ConfigError, match=r"holds a Small, which is not a net of timm; give your net, load\(path, net\)"
+    ):
         immunization.load(tmp_path)
     with pytest.raises(ConfigError, match="do not fit the Sequential"):
         immunization.load(tmp_path, nn.Sequential(nn.Linear(2, 2)))
