@@ -25,8 +25,9 @@ def bounded_condition_number(comparison: Comparison) -> tuple[float, str]:
         return 1.0, ""  # kappa(H_H) is 1 whatever theta is, also outside of range(K_P)
     if outside := spectrum.dimensions_outside(primary.root, harmful.root, *comparison.pair.tolerance):
         return math.inf, (
-            f"unbounded: {outside} of the {rank} dimensions of range(K_H) are outside of range(K_P), where theta may "
-            "stretch the harmful features at no cost to the primary task; dataset.common_range=true stays inside"
+            f"RIR has no largest value: {outside} of the {rank} dimensions of range(K_H) are outside of range(K_P), "
+            "where theta can stretch harmful features at no cost to the primary task; dataset.common_range=true leaves "
+            "them out"
         )
     return relative_condition_number(primary, harmful), ""
 

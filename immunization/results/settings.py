@@ -53,8 +53,8 @@ ACCURACIES = ("accuracy", "head_accuracy", *(of.measure for of in OTHER))
 """Measures of which tables show the mean over seeds; others can spread by orders of magnitude."""
 
 KEEPS = (
-    "settings that slow the harmful probe and keep the primary task in every run: they have (i) > 1, satisfy "
-    "Definition 3.1, and have a harmful steps ratio above 1 without the flag harmful_not_slower and a primary steps "
+    "settings that slow the harmful probe and keep the primary task in every run. These settings have (i) > 1, satisfy "
+    "Definition 3.1, and have a harmful steps ratio above 1 (without the flag harmful_not_slower) and a primary steps "
     "ratio of at most 1"
 )
 """When a setting can be marked as the best, in words."""

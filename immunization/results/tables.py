@@ -414,13 +414,14 @@ def meanings(authors: bool) -> list[str]:
 
 def _gaps(group: Sequence[Setting], further: Iterable[Query]) -> list[str]:
     """Averages that leave out runs, and why."""
-    gaps: dict[str, list[str]] = {}
+    gaps: dict[tuple[str, ...], list[str]] = {}
     texts = RATIOS | {Query("ceiling/attained"): "ceiling", IMMUNIZED: "Def. 3.1"}
     for of, text in ({of: of.name for of in further} | texts).items():
         for setting in group:
             if reason := setting.reason(of):
-                gaps.setdefault(f"No value: {text} in {reason}", []).append(setting.label)
-    return [f"{text} ({', '.join(labels)})." for text, labels in gaps.items()]
+                gaps.setdefault((text, *reason.split(": ", 1)), []).append(setting.label)
+    told = ((text, few, " each" * (len(who) > 1), ", ".join(who), why) for (text, few, why), who in gaps.items())
+    return [f"No {text} in {few} runs{each} of {who}: {why}." for text, few, each, who, why in told]
 
 
 def _piped(text: str) -> str:
