@@ -288,7 +288,10 @@ def _input_columns(
                 f"need the same inputs: dataset.drop=[{','.join(odd)}] leaves these out"
             )
     if not columns[first]:
-        raise DataError(f"{paths[first]} has no column of inputs beside the target {targets[first]}")
+        raise DataError(
+            f"{paths[first]} has no column of inputs: give one that is neither the target {targets[first]} nor in "
+            "dataset.drop"
+        )
     return columns[first]
 
 

@@ -108,8 +108,8 @@ class LearningCurves(Component, group="evaluation.learning_curves"):
         if ratio is not None and ratio.value is not None and ratio.value > SLOWER:
             measures.flag(
                 "primary_slower",
-                f"a fresh primary probe takes {shown(known, ratio)} times the steps that it takes with "
-                f"the baseline{where}: the model lost of what it is for",
+                f"a fresh primary probe takes {shown(known, ratio)} times its steps on the baseline{where}: the "
+                "model lost some of its use for the primary task",
             )
 
     def on_training_rows(self, comparison: Comparison, role: Role) -> Measures:

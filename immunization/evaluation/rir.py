@@ -115,8 +115,8 @@ class RelativeRatio:
         if k < width:
             measures.flag(
                 f"rank_deficient_{role}",
-                f"H has rank {k} of {width}: the authors' kappa is then sigma_1^2 / 1e-6, which measures the scale of "
-                "the features and no conditioning; read the rank-aware numbers",
+                f"H has rank {k} of {width}: the authors' kappa is then sigma_1^2 / 1e-6, which measures the scale "
+                "of the features and not their conditioning; read the rank-aware numbers",
             )
         smallest, rounding = probe.sigma[-1].square().item(), width * spectrum.EPS * probe.sigma[0].square().item()
         if k == width and smallest < rounding:
@@ -129,8 +129,8 @@ class RelativeRatio:
         if probe.resolved < before:
             measures.flag(
                 f"noise_floor_{role}",
-                f"{before - probe.resolved} of the {before} directions of the features before are below rounding "
-                f"errors now: kappa_{role} is not resolved, only known to be large",
+                f"{before - probe.resolved} of the {before} directions of the features are now below rounding "
+                f"errors: kappa_{role} is at least as large as shown",
             )
         task = comparison.tasks[role]
         tolerance = task.tolerance(len(task.train))

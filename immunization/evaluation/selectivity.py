@@ -75,7 +75,7 @@ class Selectivity(Component, group="evaluation.selectivity"):
             share = lost(weight, own, bad, LEFT, (own_held, bad_held))
             if math.isnan(share):
                 inputs, seen = weight.shape[1], min(rows.shape[1], bad_rows.shape[1])
-                measures.miss(f"{seen} places say too little of {inputs} inputs: raise images or places", names[0])
+                measures.miss(f"{seen} places are too few for {inputs} inputs: raise images or places", names[0])
             else:
                 measures.put(names[0], share)
         return measures

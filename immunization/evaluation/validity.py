@@ -41,8 +41,8 @@ class Validity(Component, group="evaluation.validity"):
         if after.shape == before.shape and torch.allclose(after, before, rtol=SAME, atol=noise):
             measures.flag(
                 "unchanged",
-                "the harmful features have the spectrum of the baseline's: nothing was immunized, or (audits of nets) "
-                "model.reference is missing",
+                "the harmful features have the same spectrum as on the baseline: nothing was immunized, or (audits "
+                "of nets) model.reference is missing",
             )
         for role in ("primary", *comparison.pair.attacked):
             self._role(comparison, role, measures)
@@ -55,8 +55,8 @@ class Validity(Component, group="evaluation.validity"):
             if change < -self.tolerance - 1e-9:  # 0.97 - 0.96 counts as one point
                 measures.flag(
                     "primary_dropped",
-                    f"the primary {measure}, head retrained, fell from {then:.3f} to {now:.3f}, more than "
-                    f"{self.tolerance}: an immunization that spoils its own model is none",
+                    f"the primary {measure}, with a retrained head, fell from {then:.3f} to {now:.3f}, by more than "
+                    f"{self.tolerance}: the model is worse at its own task",
                 )
         if names := in_train_mode(comparison.model):
             measures.flag("train_mode", f"{', '.join(names[:3])} in train mode: features change from batch to batch")
@@ -71,7 +71,8 @@ class Validity(Component, group="evaluation.validity"):
             which = ", ".join(map(str, lacking[:5])) + ", ..." * (len(lacking) > 5)
             measures.flag(
                 f"untested_classes_{role}",
-                f"{len(lacking)} of {task.classes} classes ({which}) have no test rows; held-out numbers lack them",
+                f"{len(lacking)} of {task.classes} classes ({which}) have no test rows; held-out numbers do not "
+                "include them",
             )
 
     @staticmethod
@@ -104,7 +105,7 @@ class Validity(Component, group="evaluation.validity"):
 
 
 def few_rows(rows: int, width: int) -> str:
-    return f"{rows} training rows for {width} features: the rank, and with it kappa, is that of the sample"
+    return f"{rows} training rows for {width} features: the rank and kappa describe these rows only"
 
 
 def in_train_mode(module: nn.Module) -> list[str]:

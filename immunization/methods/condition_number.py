@@ -73,7 +73,7 @@ class ConditionNumber(HoldsPrimary):
         if self.power == math.inf and self.lambda_P:
             self.flags["kinks"] = (
                 "method.power=inf, the paper's R_well, has a kink wherever the largest eigenvalues meet: on another "
-                "processor this run ends with other digits"
+                "processor this run gives other decimals"
             )
 
     def step(self, model: Model, primary: Batch, harmful: Batch) -> dict[str, Tensor]:

@@ -127,7 +127,7 @@ class LearningCurve(OfCurves):
     def setup(self, model: Model, pair: TaskPair) -> None:
         if self.patience and not all(len(task.val) for task in pair.shown.values()):
             self.patience = None
-            self.flags["no_early_stopping"] = "method.patience is without effect: a task has no validation rows"
+            self.flags["no_early_stopping"] = "method.patience has no effect: a task has no validation rows"
         super().setup(model, pair)
         self.theta = theta_of(model, self.name)
         self.largest = bound_for(model, self.max_condition)
