@@ -135,7 +135,10 @@ def _check_together(settings: Mapping[str, Any]) -> None:
     model, kind = settings["model"], target_of(settings, "model")
     precondition = settings["method"].get("precondition") if settings["immunize"] else None  # an audit's does nothing
     if precondition not in (None, "none") and not getattr(kind, "preconditioned", False):
-        raise ConfigError("method.precondition needs model=linear: the matrix K of a deep net is not defined; use none")
+        raise ConfigError(
+            f"method.precondition={precondition} needs model=linear, because a deep net has no matrix K; for a net "
+            "set method.precondition=none"
+        )
     if model.get("bias") and precondition == "cancelled":
         raise ConfigError("method.precondition=cancelled needs model.bias=false; with a bias use ridge or pinv")
     if model.get("amp") == "bfloat16" and settings["dtype"] == "float64":

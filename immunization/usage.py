@@ -47,6 +47,8 @@ def explained(error: Exception) -> str:
         remedy = f"allowed here are {keys}" if keys else f"choose a {group} first"
         if not (keys or (CONF / group).is_dir()):  # a mapping of anything, which the configuration leaves empty
             remedy = f"if it is right, +{cause.full_key}=<value> adds it"
+        if group == "suite":
+            remedy = "choose a numbered suite first, such as attack=[standard]"
         having = [path.stem for path in sorted((CONF / group).glob("*.yaml")) if f"\n{name}: " in text_of(path)]
         also = f"; {group}={' and '.join(having)} {'has' if len(having) == 1 else 'have'} it" if having else ""
         if "arguments" in cause.parent_node:
@@ -64,7 +66,8 @@ def explained(error: Exception) -> str:
         known = known or list(error.options or ())
         close = get_close_matches(name, known)
         meant = f"; did you mean {' or '.join(close)}" if close else ""
-        return first.rstrip(".") + meant + (f"; available for {group or above}: {', '.join(known)}" if known else "")
+        also = f"; available for {group or above}: {', '.join(known)}" if known else ""
+        return first.removeprefix("In 'config': ").rstrip(".") + meant + also
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
         return (

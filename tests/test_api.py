@@ -331,7 +331,7 @@ def test_harm_that_became_easier_is_said_before_everything(tmp_path, folders):
     assert result.metrics["steps_ratio/harmful"] < 0.5
     assert {"harmful_faster", "head_at_chance"} <= set(result.flags)
     assert result.verdict[0] == f"Worse than before: {result.reasons['harmful_faster']}."
-    assert result.verdict[1] == f"Mind: {result.reasons['head_at_chance']}."
+    assert result.verdict[1] == f"Note: {result.reasons['head_at_chance']}."
     assert not any("Gradient descent on a fresh probe takes" in said for said in result.verdict if "harmful" in said)
     assert f"**Do not use this model: {result.reasons['harmful_faster']}.**" in (tmp_path / "model_card.md").read_text()
 

@@ -318,7 +318,7 @@ def test_a_net_needs_images(tmp_path):
 
 def test_a_preconditioner_needs_a_linear_model():
     config = compose(["model=resnet18", "dataset=digits_deep", "method.precondition=cancelled"])
-    with pytest.raises(ConfigError, match=r"method\.precondition needs model=linear.*use none"):
+    with pytest.raises(ConfigError, match=r"method\.precondition=\w+ needs model=linear.*method\.precondition=none"):
         resolve(config)
     config.method.precondition = "none"
     resolve(config)

@@ -66,7 +66,7 @@ def classes_of_roles(least: int, **given: int | Sequence[int] | Sequence[Sequenc
         roles |= dict(zip(roles_of(kind, ["-".join(map(str, own)) for own in groups]), groups, strict=True))
     if sum(map(len, roles.values())) > len(set().union(*roles.values())):
         shown = ", ".join(f"dataset.{kind}={classes}" for kind, classes in given.items())
-        raise ConfigError(f"{shown}: every task needs classes of its own, choose different ones of 0 to 9")
+        raise ConfigError(f"{shown}: every task needs its own classes; choose different ones from 0 to 9")
     return roles
 
 

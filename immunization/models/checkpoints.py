@@ -155,7 +155,8 @@ def _why(path: Path, error: Exception) -> str:
         return f"it holds objects of {_listed(named)}, and making these would run code that the file chooses"
     if "TorchScript" in str(error):
         return "it is a TorchScript archive, which is code with weights"
-    return f"it is damaged, cut off, or no file of torch.save ({' '.join(str(error).split())[:120]})"
+    said = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n\nCheck")[0]
+    return f"it is damaged, cut off, or not a file of torch.save ({' '.join(said.split())[:120]})"
 
 
 def _instead(content: object) -> str:

@@ -169,8 +169,8 @@ class Timm(Reader):
             if not names:
                 known = ", ".join(name.removeprefix(inside) for name, f in self.parts.units if parameters(f))
                 raise ConfigError(
-                    f"model.trainable={pattern.removeprefix(inside)}: no module of {self.architecture} with parameters "
-                    f"is called so; there are {known} and the modules inside of them"
+                    f"model.trainable={pattern.removeprefix(inside)}: {self.architecture} has no module with "
+                    f"parameters of this name; there are {known} and the modules inside of them"
                 )
             matched += names
         for name in matched:

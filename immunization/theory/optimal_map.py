@@ -52,8 +52,8 @@ def optimal_map(
     lowest = 1 / kappa
     if not lowest * (1 - 1e-9) <= primary_ratio <= 1:
         raise ConfigError(
-            f"primary_ratio={primary_ratio} is not in [1/kappa(K_P), 1] = [{lowest:.6g}, 1], where every map that "
-            "satisfies condition (b) has ratio (ii); give a value in it"
+            f"primary_ratio={primary_ratio} is not in [1/kappa(K_P), 1] = [{lowest:.6g}, 1], the values of ratio "
+            "(ii) that satisfy condition (b); give a value in it"
         )
     if ridge:
         kappa, s_p, v_p = _spectrum(root_p, ridge, "primary")

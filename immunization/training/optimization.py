@@ -79,7 +79,7 @@ def _fitted(node: object, steps: int, key: str) -> dict[str, Any]:
     for name in ENDS:
         if (fitted.get(name) or steps) < steps:
             raise ConfigError(
-                f"{key}.{name}={node[name]}: ends before the {steps} steps of the training do; 1.0 is all of them"
+                f"{key}.{name}={node[name]} ends before the {steps} steps of the training; give 1.0 for all of them"
             )
     if "schedulers" in node:
         ends = [0, *(fitted.get("milestones") or ()), steps]

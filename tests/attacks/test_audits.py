@@ -32,7 +32,7 @@ def test_a_checkpoint_is_audited_as_it_stands(tmp_path):
     assert "It does not hold: 2 of 3 attacks" in page
     assert "fewer than 3 seeds" in page
     assert "the cheapest, scaled, takes" in again.verdict[0]
-    assert again.verdict[-3] == "Within their budgets these did not learn it: linear_probe."
+    assert again.verdict[-3] == "Not learned within the budget: by linear_probe."
     with pytest.raises(ConfigError, match=r"theta of shape \(64, 64\) does not fit"):
         run([*options, "dataset.common_range=true", f"model.checkpoint={tmp_path / 'first'}"], folder=tmp_path / "bad")
 

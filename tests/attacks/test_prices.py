@@ -111,7 +111,7 @@ def test_the_price_is_told_with_the_search_and_without_and_for_several_bars():
     assert values["attack/worst/flops_ratio"] in prices["y"]
     said = " ".join(verdict([measures]))
     price = values["attack/worst/flops_ratio_searched"]
-    assert f"{price:.3g} times where the search for settings is paid for" in said
+    assert f"{price:.3g} times with the search for settings" in said
 
 
 @pytest.mark.parametrize(("few", "named"), [(8, True), (50, False)])

@@ -105,4 +105,4 @@ def test_the_smallest_direction_of_learning_curve_is_a_classifier_of_the_harmful
     assert result.metrics["leak/auc"] > 0.94
     assert result.metrics["leak/worth_1"] > 0.02
     assert "weights_tell_the_task" in result.flags
-    assert result.verdict[0].startswith("The released weights tell of the harmful task: without a label")
+    assert result.verdict[0].startswith("The released weights reveal the harmful task: without a label")

@@ -174,7 +174,7 @@ def scripted(path: Path) -> None:
             r"it holds objects of \S*OfMyOwn,",
         ),
         (scripted, "it is a TorchScript archive, which is code with weights"),
-        (lambda path: path.write_bytes(b"no weights"), "it is damaged, cut off, or no file of torch.save"),
+        (lambda path: path.write_bytes(b"no weights"), "it is damaged, cut off, or not a file of torch.save"),
         (lambda path: torch.save({"epoch": 3, "lr": 0.1}, path), "no state dict with names and tensors .*epoch, lr"),
         (lambda path: torch.save(torch.zeros(2), path), "it holds a Tensor, no state dict"),
         (lambda path: torch.save({1: torch.ones(2)}, path), "no state dict with names and tensors"),

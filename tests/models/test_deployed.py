@@ -293,7 +293,7 @@ def test_who_would_change_it_is_left_out_and_it_is_said(net, onnx_files):
     told = "QDQ.onnx is run as it is: no attacker trains its layers or changes its weights; its head is known to "
     assert result.reasons["attack/finetune_trained/final"].startswith(told)
     assert re.search(r"Left out: finetune_trained, weights_int8, block_probe_renewed", result.reasons["only_run"])
-    assert any(sentence.startswith(f"Mind: {told}") for sentence in result.verdict)
+    assert any(sentence.startswith(f"Note: {told}") for sentence in result.verdict)
     assert result.reasons["deployment/accuracy_float16"].startswith(told)
     assert result.metrics["primary/head_accuracy"] is not None
     assert result.metrics["worth/theta_0"] is not None

@@ -98,7 +98,7 @@ def test_methods_of_linear_maps_say_that_it_is_none(method, tmp_path):
 
 
 def test_its_inputs_are_no_matrix_to_precondition_by(tmp_path):
-    with pytest.raises(ConfigError, match=r"method\.precondition needs model=linear"):
+    with pytest.raises(ConfigError, match=r"method\.precondition=\w+ needs model=linear"):
         run(config_of(TwoLayers, "method=condition_number"), folder=tmp_path)
 
 

@@ -46,7 +46,7 @@ def test_the_page_begins_with_the_verdict(folder):
         "Audit run",
         f"SHA-256 {hashlib.sha256(b'weights').hexdigest()[:12]}",
         "primary class 0, harmful class 1; harmful rows: 220 train, 72 val, 72 test; seed 0",
-        "On 72 test rows close cannot be told",
+        "With 72 test rows the result of close is open",
         "<svg",
         ">learned</button>",
         "Operations: until the bar",

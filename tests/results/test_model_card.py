@@ -71,13 +71,15 @@ def test_what_was_capped_says_so(result, tmp_path):
 def test_what_was_measured_begins_with_the_verdict(result, tmp_path):
     measure(result, {"definition/immunized": 0.0, "definition/a": 0.0, "definition/b": 1.0, "definition/c": 1.0})
     measured = card(result, tmp_path).partition("## Measured")[2].strip()
-    assert measured.startswith("**Definition 3.1, which asks no attacker, does not call it immunized: it fails in (a)")
+    assert measured.startswith(
+        "**Definition 3.1, which does not depend on attackers, does not call it immunized: it fails in (a)"
+    )
     measure(result, {"steps_ratio/harmful": 7280.0})
     measured = card(result, tmp_path).partition("## Measured")[2].strip().split("\n\n")
     assert measured[0].startswith(
         "**Gradient descent on a fresh probe takes 7,280 times the baseline's steps for the harm"
     )
-    assert measured[1].startswith("Definition 3.1, which asks no attacker, does not call it immunized")
+    assert measured[1].startswith("Definition 3.1, which does not depend on attackers, does not call it immunized")
 
 
 def test_what_makes_a_model_useless_comes_first(result, tmp_path):

@@ -44,7 +44,7 @@ def test_the_command_line_wins_and_the_verdict_says_so(made, tmp_path):
     other = run(options, folder=tmp_path / "other")
     assert read_config(tmp_path / "other")["dataset"]["harmful"] == 8
     assert "made on other data than it is audited on (dataset.primary: 3 -> 0)" in other.reasons["other_data"]
-    assert other.verdict[0] == f"Mind: {other.reasons['other_data']}."
+    assert other.verdict[0] == f"Note: {other.reasons['other_data']}."
     same = run([*options[:-1], "dataset=digits"], folder=tmp_path / "same")
     assert "other_data" not in same.flags
 
@@ -54,7 +54,7 @@ def test_weights_alone_leave_their_data_unknown(tmp_path):
     weights = shutil.copy(tmp_path / "run" / "immunized.safetensors", tmp_path)
     alone = run([*AUDIT, f"model.checkpoint={weights}"], folder=tmp_path / "audit")
     assert "unknown_data" in alone.flags
-    assert alone.verdict[0].startswith("Mind: no config.yaml lies beside model.checkpoint")
+    assert alone.verdict[0].startswith("Note: no config.yaml lies beside model.checkpoint")
 
 
 def test_a_net_is_found_again_from_its_run_folder(tmp_path):

@@ -125,7 +125,11 @@ def test_every_option_fits_every_training(option, steps):
 @pytest.mark.parametrize(
     ("option", "change", "message"),
     [
-        ("cosine", "scheduler.T_max=19", "scheduler.T_max=19: ends before the 20 steps of the training do; 1.0 is all"),
+        (
+            "cosine",
+            "scheduler.T_max=19",
+            "scheduler.T_max=19 ends before the 20 steps of the training; give 1.0 for all",
+        ),
         ("cosine", "scheduler.T_max=0.5", "scheduler.T_max=0.5: ends before the 20 steps"),
         ("cosine", "scheduler.T_max=21", "scheduler.T_max=21: does not fit into the 20 steps of the training; lower"),
         ("cosine", "scheduler.T_max=0", "scheduler.T_max=0: expected a number of steps, an integer above 0, or a"),
