@@ -443,7 +443,7 @@ def test_an_audit_by_harmful_data_alone(net):
     one = loader(3, 1)
     with pytest.raises(ConfigError, match="harmful_loader: train, test are the same loader"):
         immunization.audit(net, None, {"train": one, "test": one}, net, attacks=["neighbours"])
-    with pytest.raises(ConfigError, match=r"a single loader is that of the harmful task, audit\(model, harm"):
+    with pytest.raises(ConfigError, match=r"an audit needs data of the harmful task, audit\(model, harm"):
         immunization.audit(net, loader(3, 1), reference=net)
     rows = {split: DataLoader(TensorDataset(torch.randn(30, 4), torch.arange(30) % 2)) for split in ("train", "test")}
     theta = immunization.models.fold.LinearMap(torch.eye(4))

@@ -90,7 +90,7 @@ def test_what_texts_may_not_be(items, message):
 
 
 def test_a_linear_map_reads_no_ids():
-    with pytest.raises(DataError, match=r"inputs of torch\.int64; preprocess them to floats"):
+    with pytest.raises(DataError, match=r"inputs of torch\.int64; convert them to floats"):
         rows_of_loader("harmful", [(IDS, Y)])
 
 

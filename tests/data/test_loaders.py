@@ -48,7 +48,7 @@ def test_the_first_batch_is_read_once():
         ((X, Y[:4]), r"inputs of shape \(6, 3, 4, 4\) and labels of shape \(4,\); expected \[n, ...\] and \[n\]"),
         ((X, torch.eye(6)), r"labels of shape \(6, 6\)"),
         ((X, Y.float()), "labels of torch.float32; class labels must be integers"),
-        (((255 * X).byte(), Y), "inputs of torch.uint8; preprocess them to floats"),
+        (((255 * X).byte(), Y), "inputs of torch.uint8; convert them to floats"),
         ((["a.png"], ["dog"]), "gives no tensors"),
     ],
 )

@@ -212,7 +212,7 @@ def test_a_setting_that_is_proposed_twice_runs_once(tmp_path):
     [
         (["method.lambda_P=1"], {}, "nothing is searched"),
         (["seed=0,1", "method.lambda_P=1"], {}, "nothing is searched"),
-        (["seed=interval(0,9)", *SPACE], {}, "runs all values of seed"),
+        (["seed=interval(0,9)", *SPACE], {}, "seed is not searched, every trial runs all its values"),
         (SPACE, {"constraints": ["ratio_harmful"]}, "'ratio_harmful' is not a condition; write a measure"),
         (SPACE, {"constraints": ["ratio_harm > 1"]}, "do not measure ratio_harm;"),
         (SPACE, {"objectives": ["-rirr"]}, "do not measure rirr;"),
