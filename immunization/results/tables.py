@@ -221,13 +221,13 @@ def comparison(group: Sequence[Setting], name: str, heading: str, objective: str
     if winner:
         table.rows[group.index(winner)][0].text += STAR
     about = group[0].first.result.about.items()
-    facts = [text if name == "data" else f"{name}: {text}" for name, text in about if isinstance(text, str)]
+    facts = {name: text for name, text in about if isinstance(text, str)} or {"data": "not described"}
     seeds = len({result.seed for result in results})
     sample = f"{seeds} seed{'s' * (seeds != 1)}" + (f", {len(pairs)} pairs of classes" if len(pairs) > 1 else "")
     sample += "; fewer than 3, so nothing is known of the spread over seeds" if seeds < 3 else ""
     sample += "; the settings have different numbers of runs" if len({len(s.runs) for s in group}) > 1 else ""
     table.notes = [f"{sample}.", *_other_pairs(group)]
-    table.notes += [f"Data: {'; '.join(facts) or 'not described'}."]  # which decides what any method can attain
+    table.notes += [f"Data{f', {name}' * (name != 'data')}: {text}." for name, text in facts.items()]
     table.notes += [
         *meanings(authors),
         "A cell shows the mean ± the standard deviation over seeds. "
