@@ -166,7 +166,7 @@ def test_mistakes_are_named(net):
     headless = nn.Sequential(nn.Flatten(), nn.Linear(768, 4))
     with pytest.raises(ConfigError, match="no layer with weights before its classifier"):
         immunization.immunize(headless, loader(4, 0), loader(3, 1))
-    with pytest.raises(ConfigError, match=r"model\.trainable=zz: no module of Sequential .*; there are 1 and"):
+    with pytest.raises(ConfigError, match=r"model\.trainable=zz: Sequential has no module with .*; there are 1 and"):
         immunization.immunize(rows_net(), loader(4, 0), loader(3, 1), "forget", trainable="zz")
     both = loader(4, 0)
     with pytest.raises(ConfigError, match="primary_loader and harmful_loader are the same"):

@@ -49,7 +49,7 @@ def test_the_page_begins_with_the_verdict(folder):
         "With 72 test rows the result of close is open",
         "<svg",
         ">learned</button>",
-        "Operations: until the bar",
+        "Operations: until the attacker reaches the bar",
         "Flag <code>few_seeds</code>",
         "docs/flags.md",
     ]

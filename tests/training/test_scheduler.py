@@ -130,7 +130,7 @@ def test_every_option_fits_every_training(option, steps):
             "scheduler.T_max=19",
             "scheduler.T_max=19 ends before the 20 steps of the training; give 1.0 for all",
         ),
-        ("cosine", "scheduler.T_max=0.5", "scheduler.T_max=0.5: ends before the 20 steps"),
+        ("cosine", "scheduler.T_max=0.5", "scheduler.T_max=0.5 ends before the 20 steps"),
         ("cosine", "scheduler.T_max=21", "scheduler.T_max=21: does not fit into the 20 steps of the training; lower"),
         ("cosine", "scheduler.T_max=0", "scheduler.T_max=0: expected a number of steps, an integer above 0, or a"),
         ("cosine", "scheduler.T_max=1.5", "scheduler.T_max=1.5: expected"),
@@ -156,7 +156,7 @@ def test_every_option_fits_every_training(option, steps):
         ("linear", "scheduler.start_factor=0", "scheduler: Starting multiplicative factor"),
         ("warmup_cosine", "scheduler.milestones=[5,9]", "scheduler.milestones: give one entry fewer than scheduler"),
         ("warmup_cosine", "scheduler.schedulers.0.total_iters=3", "schedulers[0].total_iters=3: does not fit into the"),
-        ("warmup_cosine", "scheduler.schedulers.1.T_max=17", "schedulers[1].T_max=17: ends before the 18 steps"),
+        ("warmup_cosine", "scheduler.schedulers.1.T_max=17", "schedulers[1].T_max=17 ends before the 18 steps"),
         ("warmup_cosine", "scheduler.schedulers.1._target_=os.system", "schedulers[1]._target_=os.system: not from"),
     ],
 )
@@ -180,7 +180,7 @@ def torchs(name: str, **arguments: object) -> dict:
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        (torchs("lr_scheduler.OneCycleLR", max_lr=1.0, total_steps=9), "scheduler.total_steps=9: ends before the 20"),
+        (torchs("lr_scheduler.OneCycleLR", max_lr=1.0, total_steps=9), "scheduler.total_steps=9 ends before the 20"),
         (torchs("lr_scheduler.OneCycleLR", max_lr=1.0, epochs=2, steps_per_epoch=5), "give scheduler.total_steps=1.0"),
         (torchs("Rprop", lr=0.1), "torch.optim.Rprop: not from a trusted package (torch.optim.lr_scheduler)"),
         (torchs("lr_scheduler.Optimizer"), "expected a subclass of torch.optim.lr_scheduler.LRScheduler"),
