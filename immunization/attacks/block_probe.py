@@ -175,7 +175,7 @@ class BlockProbe(Attack, group="attack.block_probe"):
         most = max(len(blend.rows) for blend in blends)
         mirrored = max(len(blend.rows) * (fit.reading.views - 1) for blend in blends for fit in blend.fits)
         spent += outputs.cost(outputs.blocks, most + mirrored)  # one pass for all readings
-        return curve_of(task, blends, on_test(task, outputs, ridges), spent)
+        return curve_of(task, blends, partial(on_test, task, outputs), spent)
 
 
 class LayerProbe(BlockProbe, group="attack.layer_probe"):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,8 +16,8 @@ from immunization.theory.spectrum import power_of_two
 NOISE = 10 * torch.finfo(torch.float32).eps
 """Deviation of a column, relative to its largest value, below which it holds nothing but rounding."""
 
-PART = 2**18
-"""Numbers that the CPU standardizes at a time: as many as its cache holds."""
+PART, NARROWEST = 2**17, 512
+"""Numbers that the CPU standardizes at a time, as many as its cache holds, and the fewest columns."""
 
 SHARPNESS = torch.logspace(-0.5, 1.5, 17, dtype=torch.float64)
 """What classes' scores of deviation 1 are multiplied by before the softmax that makes them probabilities."""
@@ -27,6 +28,13 @@ class Rule(NamedTuple):
 
     ridge: float
     discriminant: bool = False
+
+
+class Solved(NamedTuple):
+    """Regressions of mean 0: their dual weights [..., n, C] and ridges [...]."""
+
+    dual: Tensor
+    ridge: Tensor
 
 
 @dataclass(frozen=True)
@@ -53,28 +61,17 @@ class Kernel:
         Columns that do not vary, up to rounding, are left out. `root`: of the columns' signed square roots. All is
         computed in float64.
         """
-        columns = _mean(train, root=False)
-        mean, deviation = _moments(columns)
-        alive = deviation > NOISE * torch.maximum(columns.amax(0), -columns.amin(0))
-        if root:
-            columns = _mean(train, root)
-            mean, deviation = _moments(columns)
-
-        dead = None if alive.all() else ~alive
-
-        def standardized(x: Tensor) -> Tensor:
-            x.sub_(mean).div_(deviation)
-            return x if dead is None else x.masked_fill_(dead, 0.0)  # also where they are not finite
-
-        columns = standardized(columns)
-        sizes = [x.shape[-2] for x in others]
-        rows = max(1, PART // max(1, len(mean)) if mean.device.type == "cpu" else max(sizes))
-        rest, squares = mean.new_empty(sum(sizes), len(mean)), mean.new_empty(sum(sizes))
-        for into, norms, views in zip(rest.split(sizes), squares.split(sizes), others, strict=True):
-            for part, norm, own in zip(into.split(rows), norms.split(rows), views.split(rows, -2), strict=True):
-                part.copy_(standardized(_mean(own, root)))
-                norm.copy_(torch.linalg.vector_norm(part, dim=1).square())
-        return cls(_gram(columns).cpu(), (rest @ columns.T).cpu(), squares.cpu(), int(alive.sum()))
+        n, m, device = train.shape[-2], sum(x.shape[-2] for x in others), train.device
+        new = partial(torch.zeros, dtype=torch.float64, device=device)
+        own, between, squares = new(n, n), new(m, n), new(m)
+        count = 0
+        for x, rest, alive in standardized(train, *others, root=root):
+            _add_products(own, x, x)
+            _add_products(between, rest, x)
+            squares += torch.linalg.vector_norm(rest, dim=1).square()
+            count += alive
+        own = own.tril_().add_(own.tril(-1).mT)  # the other half may not have been computed
+        return cls(own.cpu(), between.cpu(), squares.cpu(), count)
 
     @classmethod
     def centered(cls, own: Tensor, others: Tensor, squares: Tensor, columns: int) -> Kernel:
@@ -95,38 +92,89 @@ class Kernel:
         own, others = torch.exp(own / scale), torch.exp(others / scale)
         return Kernel.centered(own, others, torch.ones_like(self.squares), self.columns)
 
-    def predictions(self, targets: Tensor, rules: Sequence[Rule]) -> Tensor:
-        """Predictions [rules, M, C] by each rule, with an intercept, for targets [n, C], one-hot for a discriminant.
+    def solved(self, targets: Tensor, ridges: Sequence[float]) -> Solved:
+        """Regressions on targets [n, C] by each ridge, with an intercept.
 
         As the smallest ridge is far above the rounding of float64, the systems are solved directly.
         """
-        from scipy.linalg import cho_factor, cho_solve  # a quarter of the time of torch's
+        from scipy.linalg.lapack import dpotrf, dpotrs  # a quarter of the time of torch's
 
-        mean, size = targets.mean(0), self.own.diagonal().mean()
-        if not self.columns:
-            return mean.expand(len(rules), len(self.others), -1)
-
-        @cache
-        def solved(ridge: float) -> tuple[Tensor, Tensor]:
+        centered = (targets - targets.mean(0)).T.contiguous().numpy().T
+        damping = torch.tensor(ridges, dtype=torch.float64) * self.own.diagonal().mean()
+        duals = []
+        for ridge in damping:
             system = self.own.clone()
-            system.diagonal().add_(ridge * size)
-            factor = cho_factor(system.numpy(), lower=True, overwrite_a=True, check_finite=False)
-            dual = torch.from_numpy(cho_solve(factor, (targets - mean).numpy(), check_finite=False))
-            return dual, self.others @ dual
+            system.diagonal().add_(ridge)
+            factor, failed = dpotrf(system.numpy().T, lower=False, overwrite_a=True, clean=False)
+            if failed:
+                raise np.linalg.LinAlgError(f"the kernel with its ridge is not positive definite ({failed})")
+            duals.append(torch.from_numpy(dpotrs(factor, centered)[0]))
+        return Solved(torch.stack(duals), damping)
 
-        def predicted(rule: Rule) -> Tensor:
-            dual, centered = solved(rule.ridge)
-            if not rule.discriminant:
-                return centered + mean
-            return discriminants(centered, targets, dual * rule.ridge * size)
+    def predictions(self, targets: Tensor, rules: Sequence[Rule]) -> tuple[Tensor, list[Solved]]:
+        """Predictions [rules, M, C] for targets [n, C], one-hot for a discriminant, and each rule's regression."""
+        ridges = list(dict.fromkeys(rule.ridge for rule in rules))
+        if not self.columns:
+            return targets.mean(0).expand(len(rules), len(self.others), -1), []
+        dual, damping = solved = self.solved(targets, ridges)
+        found = (self.others @ dual.transpose(0, 1).flatten(1)).unflatten(1, dual.shape[::2]).transpose(0, 1)
+        made = {kind: predicted_by(kind, found, targets, solved) for kind in {rule.discriminant for rule in rules}}
+        places = [ridges.index(rule.ridge) for rule in rules]
+        predicted = torch.stack([made[r.discriminant][place] for r, place in zip(rules, places, strict=True)])
+        return predicted, [Solved(dual[place], damping[place]) for place in places]
 
-        return torch.stack([predicted(rule) for rule in rules])
+    def nbytes(self) -> int:
+        return self.own.nbytes + self.others.nbytes + self.squares.nbytes
+
+
+def regression_of(train: Tensor, *others: Tensor, duals: Tensor, root: bool) -> Tensor:
+    """Inner products of other rows with training rows, as `Kernel.of` has them, times `duals` [n, C]: [M, C].
+
+    By the weights of columns, which costs less than the products where C is below n.
+    """
+    dual, rows = duals.to(train.device), sum(x.shape[-2] for x in others)
+    total = dual.new_zeros(rows, dual.shape[1])
+    for own, rest, _ in standardized(train, *others, root=root):
+        total += rest @ (own.T @ dual)
+    return total.cpu()
+
+
+def standardized(train: Tensor, *others: Tensor, root: bool = False) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Some columns at a time of what `Kernel.of` takes, [n, d] of mean 0 and deviation 1, and [M, d] of other rows.
+
+    And how many of them vary: the others are 0.
+    """
+    sizes, (n, columns), device = [x.shape[-2] for x in others], train.shape[-2:], train.device
+    width = max(NARROWEST, PART // max(1, n + sum(sizes))) if device.type == "cpu" else max(1, columns)
+    for begin in range(0, columns, width):
+        own, *views = (x[..., begin : begin + width] for x in (train, *others))
+        rest = own.new_empty(sum(sizes), own.shape[-1], dtype=torch.float64)
+        for into, view in zip(rest.split(sizes), views, strict=True):
+            _mean(view, into)
+        own = _mean(own, own.new_empty(own.shape[-2:], dtype=torch.float64))
+        mean, deviation = _moments(own)
+        alive = deviation > NOISE * torch.maximum(own.amax(0), -own.amin(0))
+        if root:
+            own, rest = (_signed_root(x) for x in (own, rest))
+            mean, deviation = _moments(own)
+        for x in (own, rest):
+            x.sub_(mean).div_(deviation)
+            if not alive.all():
+                x.masked_fill_(~alive, 0.0)  # also where they are not finite
+        yield own, rest, int(alive.sum())
+
+
+def predicted_by(discriminant: bool, regressions: Tensor, targets: Tensor, solved: Solved) -> Tensor:
+    """Predictions [..., M, C] from those of regressions on targets [n, C], of mean 0."""
+    if not discriminant:
+        return regressions + targets.mean(0)
+    return discriminants(regressions, targets, solved.dual * solved.ridge[..., None, None])
 
 
 def discriminants(predictions: Tensor, targets: Tensor, residuals: Tensor) -> Tensor:
-    """Linear discriminants [M, C] with a ridge in the scatter within classes, from a ridge regression on the classes.
+    """Linear discriminants [..., M, C] with a ridge in the scatter within classes, from ridge regressions on classes.
 
-    `predictions` [M, C] and `residuals` [n, C] are those of the regression on centered one-hot `targets` [n, C].
+    `predictions` [..., M, C] and `residuals` [..., n, C] are those of regressions on centered one-hot `targets` [n, C].
 
     With A = X^T Y and T = X^T X + ridge, the scatter within classes is W = T - A N^-1 A^T, where N = Y^T Y holds the
     classes' sizes. As f(x) = x^T T^-1 A are the regression's predictions, x^T W^-1 A N^-1 = f(x) (N - A^T T^-1 A)^-1 by
@@ -135,14 +183,14 @@ def discriminants(predictions: Tensor, targets: Tensor, residuals: Tensor) -> Te
     """
     sizes = targets.sum(0)
     if not (known := sizes > 0).all():
-        scores = discriminants(predictions[:, known], targets[:, known], residuals[:, known])
-        found = scores.amin(1, keepdim=True).repeat(1, len(known))
-        found[:, known] = scores
+        scores = discriminants(predictions[..., known], targets[:, known], residuals[..., known])
+        found = scores.amin(-1, keepdim=True).repeat(*[1] * (scores.ndim - 1), len(known))
+        found[..., known] = scores
         return found
     inverse = torch.linalg.inv(targets.T @ residuals + sizes[:, None] * sizes / len(targets))
-    inverse = (inverse + inverse.T) / 2
-    own = (inverse.diagonal() - 1 / sizes) / 2
-    return len(targets) * (predictions @ inverse - own) + sizes.log()
+    inverse = (inverse + inverse.mT) / 2
+    own = (inverse.diagonal(dim1=-2, dim2=-1) - 1 / sizes) / 2
+    return len(targets) * (predictions @ inverse - own[..., None, :]) + sizes.log()
 
 
 def probabilities(scores: Tensor, labels: Tensor) -> Tensor:
@@ -154,36 +202,47 @@ def probabilities(scores: Tensor, labels: Tensor) -> Tensor:
     scaled = scores / deviation.where(deviation > 0, 1.0)
     own = scaled[:, : len(labels)].permute(2, 0, 1).contiguous()  # sums over classes that lie apart are faster
     above = own - own.gather(0, labels.expand(1, *own.shape[1:]))  # the right class
-
-    def loss(place: Tensor) -> Tensor:
-        return torch.logsumexp(above * SHARPNESS[place][:, None], 0).mean(1)
-
-    low, high = (torch.full((len(scores),), place) for place in (0, len(SHARPNESS) - 1))
+    at_once = SHARPNESS.split(max(1, PART // max(1, above.numel())))
+    losses = torch.cat([torch.logsumexp(above[:, None] * s[:, None, None], 0).mean(2) for s in at_once])
+    low, high = (torch.full((1, len(scores)), place) for place in (0, len(SHARPNESS) - 1))
     while (low < high).any():  # the loss is convex: it falls up to the best place, and nowhere behind it
         middle = (low + high) // 2
         after = (middle + 1).clamp(max=len(SHARPNESS) - 1)
-        falls = loss(after) < loss(middle)
+        falls = losses.gather(0, after) < losses.gather(0, middle)
         low, high = after.where(falls, low), high.where(falls, middle)
-    return torch.softmax(scaled * SHARPNESS[low][:, None, None], 2)
+    return torch.softmax(scaled * SHARPNESS[low[0]][:, None, None], 2)
 
 
-def _mean(views: Tensor, root: bool) -> Tensor:
-    """Columns [N, D] or the mean of one or two views [views, N, D], in float64; with `root` its signed square roots."""
+def _signed_root(x: Tensor) -> Tensor:
+    size = x.abs()
+    if x.device.type == "cpu":
+        np.sqrt(size.numpy(), out=size.numpy())  # half of the time of torch's
+    else:
+        size.sqrt_()
+    return size.copysign_(x)
+
+
+def _mean(views: Tensor, into: Tensor) -> Tensor:
+    """Columns [N, D] or the mean of one or two views [views, N, D]."""
     first, *more = views if views.ndim == 3 else [views]
-    mean = first.to(torch.float64, copy=True)
+    into.copy_(first)
     for other in more:
-        mean.add_(other).mul_(0.5)
-    return mean.sign().mul_(mean.abs_().sqrt_()) if root else mean
+        into.add_(other).mul_(0.5)
+    return into
 
 
-def _gram(x: Tensor) -> Tensor:
-    """Inner products [n, n] of rows [n, D] in float64: by one thread or two on the CPU, half of them are computed."""
-    if x.device.type != "cpu" or not x.numel() or torch.get_num_threads() > 2:  # SciPy has one thread
-        return x @ x.T
-    from scipy.linalg.blas import dsyrk
+def _add_products(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """Add x y^T to `total` [N, M] in float64. Where y is x, one or two threads of a CPU may compute the lower half."""
+    if x.device.type != "cpu" or not total.numel() or torch.get_num_threads() > 2:  # SciPy has one thread
+        total.addmm_(x, y.T)
+        return
+    from scipy.linalg.blas import dgemm, dsyrk  # twice as fast as torch's for few rows
 
-    half = torch.from_numpy(dsyrk(1.0, x.numpy().T, trans=1)).mT  # the lower one, row by row
-    return half.tril_().add_(half.tril(-1).mT)
+    a, b, c = (z.numpy().T for z in (y, x, total))
+    if x is y:
+        dsyrk(1.0, a, 1.0, c, trans=1, overwrite_c=1)
+    else:
+        dgemm(1.0, a, b, 1.0, c, trans_a=1, overwrite_c=1)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -40,29 +40,33 @@ SMALL, TWICE = 128, " at twice the size"
 TILES, SIDE = " of tiles", 3
 """Added to the names of blocks that read tiles of the image, each passed alone, and how many stand side by side."""
 
+PIECE = 2**20
+"""Numbers of maps that are taken to float64 at a time: memory that is used again need not be cleared."""
+
 NEAR = 1 / 16
 """Share of the room on a GPU that one pooling of a block may take there; others go to the CPU's memory."""
 
-REMEMBERED = 2**29
-"""Bytes of predictions that attackers keep for those who read the same."""
+REMEMBERED = 10**9
+"""Bytes of kernels and predictions that attackers keep for those who read the same."""
 
 NUMBERS = itertools.count()
 """Of outputs that were read: a block has the number of those it was first read with."""
 
 T = TypeVar("T")
 
-POOLINGS: dict[str, tuple[str, ...]] = {
-    "average": ("average",),
-    "rich": ("average", "maximum", "deviation", "2x2", "class"),
-    "fine": ("average", "maximum", "deviation", "2x2", "class", "3x3", "4x4"),
-    "second": ("average", "maximum", "deviation", "2x2", "class", "covariance"),
-    "covariance": ("covariance",),
+CELLS, FINE = ("maximum", "deviation", "2x2", "class"), ("3x3", "4x4")
+POOLINGS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "average": (("average",),),
+    "rich": (("average",), CELLS),
+    "fine": (("average",), CELLS, FINE),
+    "second": (("average",), CELLS, ("covariance",)),
+    "covariance": (("covariance",),),
 }
-"""Poolings that are read side by side, by name; a block has those that its output allows."""
+"""Poolings that are read side by side, by name, in groups that are always read together; a block has some of them."""
 
 
 class Remembered:
-    """What attackers made of outputs, by what they read: the last `most` bytes of it."""
+    """What attackers made of outputs, by what they read: the last `most` bytes of it, in the order of use."""
 
     def __init__(self, most: int = REMEMBERED) -> None:
         self.most, self.held = most, 0
@@ -327,17 +331,24 @@ def poolings(x: Tensor, last: bool, prefix: int, covariance: bool = True, side: 
     if x.shape[1] > CHANNELS:
         x = _combined(x, CHANNELS)
     flat = x.flatten(2)
-    centered = flat.to(torch.float64, copy=True)
-    centered -= centered.mean(2, keepdim=True)
-    found |= {"maximum": flat.amax(2), "deviation": torch.linalg.vector_norm(centered, dim=2) / flat.shape[2] ** 0.5}
+    found["maximum"] = flat.amax(2)
     for cells in (2, 3, 4):
         if min(x.shape[2:]) >= cells:
             found[f"{cells}x{cells}"] = F.adaptive_avg_pool2d(x, cells).flatten(1)
-    if not covariance:
-        return found
-    root = covariance_root(centered if x.shape[1] <= COVARIANCES else _combined(centered, COVARIANCES))
-    i, j = torch.triu_indices(*root.shape[1:])
-    found["covariance"] = root[:, i, j]
+    few = flat.split(max(1, PIECE // max(1, flat[0].numel())))
+    pieces = [_second_moments(part, covariance) for part in few]
+    return found | {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def _second_moments(x: Tensor, covariance: bool) -> dict[str, Tensor]:
+    """Deviations of channels over places, [N, C], of x [N, C, P], and roots of covariances."""
+    centered = x.to(torch.float64, copy=True)
+    centered -= centered.mean(2, keepdim=True)
+    found = {"deviation": torch.linalg.vector_norm(centered, dim=2) / x.shape[2] ** 0.5}
+    if covariance:
+        root = covariance_root(centered if x.shape[1] <= COVARIANCES else _combined(centered, COVARIANCES))
+        i, j = torch.triu_indices(*root.shape[1:])
+        found["covariance"] = root[:, i, j]
     return found
 
 
@@ -379,6 +390,10 @@ def covariance_root(x: Tensor) -> Tensor:
 
 
 def _combined(x: Tensor, channels: int) -> Tensor:
-    generator = torch.Generator().manual_seed(channels)
-    mixing = torch.linalg.qr(torch.randn(x.shape[1], channels, generator=generator, dtype=torch.float64)).Q
-    return torch.einsum("cd,nc...->nd...", mixing.to(x), x)
+    return torch.einsum("cd,nc...->nd...", _mixing(x.shape[1], channels).to(x), x)
+
+
+@lru_cache
+def _mixing(channels: int, fewer: int) -> Tensor:
+    generator = torch.Generator().manual_seed(fewer)
+    return torch.linalg.qr(torch.randn(channels, fewer, generator=generator, dtype=torch.float64)).Q

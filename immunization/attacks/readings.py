@@ -7,16 +7,16 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial, reduce
+from functools import partial, reduce
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from immunization.attacks.base import AttackCurve, as_outputs
-from immunization.attacks.kernels import Kernel, Rule, probabilities
+from immunization.attacks.kernels import Kernel, Rule, Solved, predicted_by, probabilities, regression_of
 from immunization.attacks.pooling import POOLINGS, Outputs
 from immunization.data.task import SPLITS, Task
 from immunization.errors import Inapplicable
@@ -32,9 +32,6 @@ SEARCHED = 400
 
 CANDIDATES = 16
 """Readings that are also fitted without mirror images, and on many training images."""
-
-KEPT = 1e9
-"""Bytes of kernels that are kept at a time while several readings of the same parts are fitted."""
 
 LARGEST = 4
 """Most blocks that are read side by side, apart from all of them."""
@@ -64,7 +61,8 @@ class Fit:
     """What is read, by which rule, and the operations.
 
     `on_val` [V, outputs] are predictions for validation rows, for classes their probabilities, with their squared
-    `error` and their measure `val`. `predicted` [N, outputs] are those for test rows, empty where these are not read.
+    `error` and their measure `val`. `predicted` [N, outputs] are those for test rows, empty where these were not read.
+    `solved` is the regression, None where it guesses.
     """
 
     reading: Reading
@@ -74,9 +72,10 @@ class Fit:
     flops: float
     on_val: Tensor
     predicted: Tensor
+    solved: Solved | None = None
 
     def nbytes(self) -> int:
-        return self.on_val.nbytes + self.predicted.nbytes
+        return self.on_val.nbytes + self.predicted.nbytes + (self.solved.dual.nbytes if self.solved else 0)
 
 
 @dataclass(frozen=True)
@@ -120,61 +119,110 @@ class Blend:
 
 @dataclass
 class Fitter:
-    """Fits readings of `outputs` on some training rows, by every ridge; predicts rows of the other `splits`."""
+    """Fits readings of `outputs` on some training rows, by every ridge, and predicts rows of other splits."""
 
     task: Task
     outputs: Outputs
     rows: Tensor
     ridges: Sequence[float]
-    splits: Sequence[str] = SPLITS
     rules: list[Rule] = field(init=False)
 
     def __post_init__(self) -> None:
         kinds = (False, True) if self.task.classes else (False,)
         self.rules = [Rule(ridge, discriminant) for discriminant in kinds for ridge in self.ridges]
-        others = sum(self.outputs.columns("", "", split).shape[1] for split in self.splits[1:])
-        size = 8 * len(self.rows) * (len(self.rows) + others)
-        # of a function, not a method, which would hold this object and its kernels until the garbage is collected
-        self.kernel = lru_cache(max(1, int(KEPT / size)))(partial(kernel_of, self.outputs, self.rows, self.splits))
-        self.asked = hashlib.sha256(self.rows.numpy().tobytes()).digest(), *self.splits
+        self.asked = hashlib.sha256(self.rows.numpy().tobytes()).digest()
+        self.targets = targets_of(self.task, self.task.train.y.cpu()[self.rows])
 
     def fit(self, reading: Reading, rules: Sequence[Rule] = ()) -> Fit:
         """By the best of `rules` on validation rows, or of all; where no column varies it guesses."""
         rules = tuple(rules or self.rules)
-        origin = tuple(self.outputs.origin[block] for block in reading.blocks)
-        return self.outputs.remembered(
-            (reading, origin, rules, self.asked), partial(self._fit, reading, rules), Fit.nbytes
-        )
+        key = reading, self._origin(reading.blocks), rules, self.asked
+        return self.outputs.remembered(key, partial(self._fit, reading, rules), Fit.nbytes)
 
     def _fit(self, reading: Reading, rules: Sequence[Rule]) -> Fit:
-        asked = list(itertools.product(reading.blocks, POOLINGS[reading.poolings]))
-        parts = [part for part in asked if part in self.outputs.parts] or asked[:1]
-        kernel = reduce(operator.add, (self.kernel(*part, reading.views, reading.root) for part in parts))
+        kernel = self.kernel_of(reading)
         return best_fit(self.task, self.rows, reading, kernel.gaussian() if reading.radial else kernel, rules)
+
+    def kernel_of(self, reading: Reading, splits: Sequence[str] = SPLITS[:2]) -> Kernel:
+        """That of training rows, with rows of the other splits."""
+        groups = itertools.product(reading.blocks, POOLINGS[reading.poolings])
+        return reduce(operator.add, (self.kernel(*group, reading.views, reading.root, splits) for group in groups))
+
+    def kernel(
+        self, block: str, poolings: tuple[str, ...], views: int, root: bool, splits: Sequence[str] = SPLITS[:2]
+    ) -> Kernel:
+        """That of some poolings of a block, averaged over views."""
+
+        def compute() -> Kernel:
+            parts = [(block, name) for name in poolings if (block, name) in self.outputs.parts] or [("", "")]
+            return reduce(operator.add, (Kernel.of(*self._columns(*p, views, splits), root=root) for p in parts))
+
+        key = self._origin([block]), block, poolings, views, root, self.asked
+        return compute() if len(splits) > 2 else self.outputs.remembered(key, compute, Kernel.nbytes)
+
+    def _columns(self, block: str, pooling: str, views: int, splits: Sequence[str]) -> list[Tensor]:
+        train, *others = (self.outputs.columns(block, pooling, split)[:views] for split in splits)
+        return [train[:, self.rows.to(train.device)], *others]
+
+    def _origin(self, blocks: Iterable[str]) -> tuple[int, ...]:
+        return tuple(self.outputs.origin[block] for block in blocks)
 
     def all(self, *readings: Reading) -> list[Fit]:
         """Fits of readings with as many views as there are."""
         return [self.fit(replace(reading, views=self.outputs.views)) for reading in readings]
 
+    def on_test(self, fits: Sequence[Fit]) -> list[Tensor]:
+        """Predictions [T, outputs] of fits for test rows, all with one pass over their columns."""
+        keys = [("test", fit.reading, self._origin(fit.reading.blocks), fit.rule, self.asked) for fit in fits]
+        known = self.outputs.remembered.known
+        new = {key: fit for key, fit in zip(keys, fits, strict=True) if key not in known}
+        made = dict(zip(new, self._regressions(list(new.values())), strict=True))
+        return [
+            self.outputs.remembered(key, lambda k=key, f=fit: self._predicted(f, made[k]), lambda x: x.nbytes)
+            for key, fit in zip(keys, fits, strict=True)
+        ]
 
-def kernel_of(
-    outputs: Outputs, rows: Tensor, splits: Sequence[str], block: str, pooling: str, views: int, root: bool
-) -> Kernel:
-    """That of one pooling of a block, averaged over views, of training rows and of the rows of other splits."""
-    train, *others = (outputs.columns(block, pooling, split)[:views] for split in splits)
-    return Kernel.of(train[:, rows.to(train.device)], *others, root=root)
+    def _regressions(self, fits: Sequence[Fit]) -> list[Tensor]:
+        """Of mean 0, [V + T, outputs]: by a kernel where that is Gaussian, else by weights of columns."""
+        rows = len(self.task.val) + len(self.task.test)
+        sums = [self.targets.new_zeros(rows, self.targets.shape[1]) for _ in fits]
+        readers: dict[tuple[str, str, int, bool], list[int]] = {}
+        for place, fit in enumerate(fits):
+            own = fit.reading
+            if own.radial and fit.solved:
+                sums[place] = self.kernel_of(own, SPLITS).gaussian().others @ fit.solved.dual
+                continue
+            for part in itertools.product(own.blocks, itertools.chain(*POOLINGS[own.poolings])):
+                if fit.solved and part in self.outputs.parts:
+                    readers.setdefault((*part, own.views, own.root), []).append(place)
+        for (*part, views, root), places in readers.items():
+            duals = torch.cat([fits[place].solved.dual for place in places], 1)
+            found = regression_of(*self._columns(*part, views, SPLITS), duals=duals, root=root)
+            for place, own in zip(places, found.split(self.targets.shape[1], 1), strict=True):
+                sums[place] += own
+        return sums
+
+    def _predicted(self, fit: Fit, regression: Tensor) -> Tensor:
+        """For test rows, [T, outputs], as sharp as suits validation rows."""
+        labels = self.task.val.y.cpu()
+        predicted = regression + self.targets.mean(0)
+        if fit.solved:
+            predicted = predicted_by(fit.rule.discriminant, regression, self.targets, fit.solved)
+        predicted = probabilities(predicted[None], labels)[0] if self.task.classes else predicted
+        return predicted[len(labels) :].clone()
 
 
 def best_fit(task: Task, rows: Tensor, reading: Reading, kernel: Kernel, rules: Sequence[Rule]) -> Fit:
     """By the best of `rules` on validation rows."""
     y, labels = task.train.y.cpu()[rows], task.val.y.cpu()
-    predicted = kernel.predictions(targets_of(task, y), rules)
+    predicted, solved = kernel.predictions(targets_of(task, y), rules)
     predicted = probabilities(predicted, labels) if task.classes else predicted
     errors = errors_of(task, predicted[:, : len(labels)])
     best, n = int(errors.argmin()), len(y)
     flops = 2.0 * n**2 * kernel.columns + n**3 / 3
     # fits are kept, other rules are not
-    return fit_of(task, reading, rules[best], predicted[best].clone(), errors[best].item(), flops)
+    fit = fit_of(task, reading, rules[best], predicted[best].clone(), errors[best].item(), flops)
+    return replace(fit, solved=solved[best] if solved else None)
 
 
 def fit_of(task: Task, reading: Reading, rule: Rule, predicted: Tensor, error: float, flops: float) -> Fit:
@@ -192,7 +240,7 @@ def searched(
     Only of the readings `known`, if there are any. And the operations of all regressions, also of those on fewer rows,
     which only say what to read. Raises Inapplicable where the blocks tell nothing apart.
     """
-    tried = [] if known else compared(Fitter(task, outputs, fewer(task, rows), ridges, SPLITS[:2]))
+    tried = [] if known else compared(Fitter(task, outputs, fewer(task, rows), ridges))
     kept = tried if len(rows) <= SEARCHED else []
     views = {1, outputs.views} - {fit.reading.views for fit in kept}
     fitter = Fitter(task, outputs, rows, ridges)
@@ -204,7 +252,8 @@ def searched(
 def compared(fitter: Fitter) -> list[Fit]:
     """Fits of all readings that are compared, with mirror images. Raises Inapplicable."""
     outputs, net = fitter.outputs, tuple(fitter.outputs.blocks)
-    if not any(fitter.kernel(block, pooling, outputs.views, False).columns for block, pooling in outputs.parts):
+    groups = itertools.product(net, dict.fromkeys(itertools.chain(*POOLINGS.values())))
+    if not any(fitter.kernel(*group, outputs.views, False).columns for group in groups):
         raise Inapplicable("no block of the net tells the images of the harmful task apart")
     fits = fitter.all(*(Reading((block,), "average") for block in net), Reading(net, "rich"))
     fits += grown(fitter, "rich") + grown(fitter, "covariance")
@@ -251,26 +300,25 @@ def blended(task: Task, outputs: Outputs, rows: Tensor, fits: Sequence[Fit]) -> 
     return Blend.of(rows, chosen, error, val, outputs)
 
 
-def on_test(task: Task, outputs: Outputs, ridges: Sequence[float]) -> Callable[[Blend], Tensor]:
-    """What gives the predictions [N, outputs] of a blend for test rows; blends on the same rows share their kernels."""
-
-    @lru_cache(1)
-    def fitter(rows: Tensor) -> Fitter:
-        return Fitter(task, outputs, rows, ridges)
-
-    def predicted(fit: Fit, rows: Tensor) -> Tensor:
-        return fit.predicted if len(fit.predicted) else fitter(rows).fit(fit.reading, [fit.rule]).predicted
-
-    return lambda blend: torch.stack([predicted(fit, blend.rows) for fit in blend.fits]).mean(0)
+def on_test(task: Task, outputs: Outputs, blends: Sequence[Blend]) -> list[Tensor]:
+    """The predictions [N, outputs] of blends for test rows; those on the same rows are made together."""
+    found: dict[tuple[int, int], Tensor] = {}
+    for rows in {id(blend.rows): blend.rows for blend in blends}.values():
+        fits = {id(fit): fit for blend in blends if blend.rows is rows for fit in blend.fits}
+        made = Fitter(task, outputs, rows, ()).on_test(list(fits.values()))
+        found |= {(id(rows), place): own for place, own in zip(fits, made, strict=True)}
+    return [torch.stack([found[id(b.rows), id(fit)] for fit in b.fits]).mean(0) for b in blends]
 
 
-def curve_of(task: Task, blends: Sequence[Blend], on_test: Callable[[Blend], Tensor], spent: float) -> AttackCurve:
+def curve_of(
+    task: Task, blends: Sequence[Blend], on_test: Callable[[Sequence[Blend]], list[Tensor]], spent: float
+) -> AttackCurve:
     """The curve through those of `blends` that do better on validation rows than all that cost less."""
     best: list[Blend] = []
     for blend in sorted(blends, key=lambda blend: blend.flops):
         if not best or blend.error < best[-1].error:
             best.append(blend)
-    predicted = as_outputs(task, torch.stack([on_test(blend) for blend in best]))
+    predicted = as_outputs(task, torch.stack(on_test(best)))
     val, last = torch.tensor([blend.val for blend in best], dtype=torch.float64), best[-1]
     return AttackCurve(
         steps=torch.tensor([len(blend.rows) for blend in best]),
