@@ -273,21 +273,28 @@ class Undo(LinearProbe, group="attack.undo"):
 def steepest_descent(problem: LeastSquares, curves: ProbeCurves, gains: np.ndarray, steps: int) -> None:
     """W <- W - a P gradient with exact line search a, for preconditioners P = V diag(gains) V^T, [settings, k].
 
-    In the eigenbasis of the Hessian, in numpy: several times less overhead than torch for arrays this small.
+    In the eigenbasis of the Hessian, in numpy, on rows of equal shapes [settings, k C] whose memory is used again:
+    several times less overhead than torch for arrays this small.
     """
-    sigma = problem.sigma.cpu().numpy()[:, None]
-    error = np.broadcast_to(problem.target.cpu().numpy(), (len(gains), *problem.target.shape)).copy()  # c - S V^T W
-    moved = np.zeros_like(error)  # V^T W
+    shape = (len(gains), *problem.target.shape)
+    sigma, gains, error = (
+        np.broadcast_to(x, shape).reshape(len(gains), -1).copy()
+        for x in (problem.sigma.cpu().numpy()[:, None], gains[:, :, None], problem.target.cpu().numpy())
+    )  # the error is c - S V^T W
+    moved, gradient, direction, change = (np.zeros_like(error) for _ in range(4))  # V^T W first
     for step in range(1, steps + 1):
-        gradient = sigma * error
-        direction = gains[:, :, None] * gradient
-        along = (np.square(sigma * direction)).sum((1, 2))
-        length = (gradient * direction).sum((1, 2)) / np.where(along > 0, along, np.inf)
-        direction *= length[:, None, None]
+        np.multiply(sigma, error, out=gradient)
+        np.multiply(gains, gradient, out=direction)
+        np.multiply(sigma, direction, out=change)
+        along = np.square(change, out=change).sum(1)
+        length = np.multiply(gradient, direction, out=gradient).sum(1) / np.where(along > 0, along, np.inf)
+        direction *= length[:, None]
         moved += direction
-        error -= sigma * direction
-        if curves.due(step) and curves.record(step, problem.vectors @ torch.from_numpy(moved).to(problem.vectors)):
-            break
+        error -= np.multiply(sigma, direction, out=change)
+        if curves.due(step):
+            weights = problem.vectors @ torch.from_numpy(moved.reshape(shape)).to(problem.vectors)
+            if curves.record(step, weights):
+                break
 
 
 def quasi_newton(gradient: np.ndarray, pairs: Pairs) -> np.ndarray:

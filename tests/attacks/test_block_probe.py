@@ -86,7 +86,7 @@ def test_blocks_side_by_side_are_ridge_regression_on_standardized_columns(shape)
     read = reduce(operator.add, parts)
     expected = torch.tensor(model.predict(scaler.transform(others)))
     assert read.columns == shape[1]
-    assert_close(read.predictions(targets, [Rule(0.1)])[0], expected)
+    assert_close(read.predictions(targets, [Rule(0.1)])[0][0], expected)
 
 
 def test_a_gaussian_kernel_of_blocks_side_by_side():
@@ -101,7 +101,7 @@ def test_a_gaussian_kernel_of_blocks_side_by_side():
     parts = [
         Kernel.of(a.clone(), b.clone(), root=True) for a, b in zip(train.split(4, 1), others.split(4, 1), strict=True)
     ]
-    found = (parts[0] + parts[1]).gaussian().predictions(targets, [Rule(0.1)])[0]
+    found = (parts[0] + parts[1]).gaussian().predictions(targets, [Rule(0.1)])[0][0]
     assert_close(found, torch.tensor(model.predict(other)) + targets.mean(0))
 
 
@@ -111,7 +111,7 @@ def test_discriminants_are_those_of_the_scatter_within_classes(sizes, dim):
     y = torch.arange(3).repeat_interleave(torch.tensor(sizes))
     x = gaussian(len(y), dim, seed=0) + 2 * gaussian(3, dim, seed=1)[y]
     others, targets = gaussian(9, dim, seed=2), F.one_hot(y).double()
-    found = Kernel.of(x.clone(), others.clone()).predictions(targets, [Rule(0.1, discriminant=True)])[0]
+    found = Kernel.of(x.clone(), others.clone()).predictions(targets, [Rule(0.1, discriminant=True)])[0][0]
     scaler = StandardScaler().fit(x)
     x, others = (torch.tensor(scaler.transform(part)) for part in (x, others))
     means = torch.stack([x[y == c].mean(0) for c in range(3)])
@@ -211,7 +211,7 @@ def test_columns_that_do_not_vary_are_left_out():
         assert_close(getattr(broken, name), getattr(expected, name))
     nothing = Kernel.of(torch.full_like(train, 2.0), others)
     assert nothing.columns == 0
-    assert_close(nothing.predictions(train, [Rule(0.1)])[0], train.mean(0).expand(3, -1))
+    assert_close(nothing.predictions(train, [Rule(0.1)])[0][0], train.mean(0).expand(3, -1))
 
 
 @pytest.mark.parametrize("wipe", ["zero", "scale"])
@@ -247,7 +247,7 @@ def test_poolings_of_maps_tokens_and_rows(shape):
     found = poolings(x, False, 1 if x.ndim == 3 else 0)
     assert all(part.shape[0] == 4 and part.ndim == 2 for part in found.values())
     if shape == (4, 6, 8, 8):
-        assert set(found) == {name for names in POOLINGS.values() for name in names} - {"class"}
+        assert set(found) == {name for groups in POOLINGS.values() for names in groups for name in names} - {"class"}
         assert_close(found["2x2"].reshape(4, 6, 4).mean(2), found["average"])
         assert_close(poolings(x.permute(0, 2, 3, 1), True, 0)["maximum"], found["maximum"])
     if x.ndim == 3:

@@ -32,7 +32,7 @@ def least_squares(x):
 
 
 def kernel(x):
-    return Kernel.of(x.clone(), x.clone()).gaussian().predictions(Y, [Rule(0.1)])
+    return Kernel.of(x.clone(), x.clone()).gaussian().predictions(Y, [Rule(0.1)])[0]
 
 
 def slope(function):
