@@ -152,8 +152,16 @@ class ProbeAttack(Attack):
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
         problem = self.problem(victim, stage)
-        curves = ProbeCurves(problem, step_grid(self.steps), len(self.settings))
+        curves = self.curves(problem)
         self.descend(problem, curves)
+        return self.best(problem, curves)
+
+    def curves(self, problem: LeastSquares) -> ProbeCurves:
+        """Those of all settings, with nothing measured yet."""
+        return ProbeCurves(problem, step_grid(self.steps), len(self.settings))
+
+    def best(self, problem: LeastSquares, curves: ProbeCurves) -> AttackCurve:
+        """The curve of the best setting, after a descent."""
         curves.finish()
         return self.choose(
             curves.grid,

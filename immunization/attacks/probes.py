@@ -2,8 +2,9 @@
 
 import copy
 import logging
+import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,12 @@ log = logging.getLogger(__name__)
 ROOM = 2**28
 """Bytes that the pairs of L-BFGS may take."""
 
+BESIDE = 2**14
+"""Numbers of problems that descend side by side: what they are computed with stays in the cache."""
+
+Descent = tuple[LeastSquares, ProbeCurves, np.ndarray]
+"""A problem, its curves, and what multiplies its gradient in the eigenbasis, [settings, k]."""
+
 Pairs = deque[tuple[np.ndarray, np.ndarray]]
 
 
@@ -34,7 +41,7 @@ class LinearProbe(ProbeAttack):
     """Steepest descent with exact line search, one step size for all outputs (the paper's probe, Eq. 2 and 16)."""
 
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
-        steepest_descent(problem, curves, np.ones((1, len(problem.sigma))), self.steps)
+        steepest_descents([(problem, curves, np.ones((1, len(problem.sigma))))], self.steps)
 
 
 class Rounded(LinearProbe, group="attack.rounded"):
@@ -49,11 +56,15 @@ class Rounded(LinearProbe, group="attack.rounded"):
     formats: Sequence[Precision]
 
     def run(self, victim: Victim, stage: Stage) -> AttackCurve:
-        curves, floor = [], victim.task.chance
+        curves, floor, descents = [], victim.task.chance, []
         for form in self.formats:
             attack = copy.copy(self)
             attack.precision = form
-            curve = LinearProbe.run(attack, victim, stage)
+            problem = attack.problem(victim, stage)
+            descents.append((problem, attack.curves(problem), np.ones((1, len(problem.sigma)))))
+        steepest_descents(descents, self.steps)
+        for form, (problem, own, _) in zip(self.formats, descents, strict=True):
+            curve = self.best(problem, own)
             curves.append(replace(curve, setting=float("".join(filter(str.isdigit, form.partition("_")[0])))))
         best = int(torch.stack([areas(curve.val[None], floor)[0] for curve in curves]).argmax())
         spent = sum(curve.flops[-1].item() for place, curve in enumerate(curves) if place != best)
@@ -79,7 +90,7 @@ class WhitenedProbe(ProbeAttack):
     def descend(self, problem: LeastSquares, curves: ProbeCurves) -> None:
         squares = problem.sigma.square().cpu().numpy()
         gains = 1 / (squares + np.array(self.settings)[:, None])
-        steepest_descent(problem, curves, gains * squares.min(), self.steps)
+        steepest_descents([(problem, curves, gains * squares.min())], self.steps)
 
 
 class ClosedFormProbe(ProbeAttack):
@@ -270,18 +281,33 @@ class Undo(LinearProbe, group="attack.undo"):
         return torch.linalg.pinv(mine) @ theirs
 
 
-def steepest_descent(problem: LeastSquares, curves: ProbeCurves, gains: np.ndarray, steps: int) -> None:
+def steepest_descents(descents: Sequence[Descent], steps: int) -> None:
     """W <- W - a P gradient with exact line search a, for preconditioners P = V diag(gains) V^T, [settings, k].
 
-    In the eigenbasis of the Hessian, in numpy, on rows of equal shapes [settings, k C] whose memory is used again:
-    several times less overhead than torch for arrays this small.
+    In the eigenbasis of the Hessian, in numpy, which has several times less overhead than torch for arrays this small.
+    Small problems of the same shape [k, C] descend side by side: a row is one of their settings.
     """
-    shape = (len(gains), *problem.target.shape)
-    sigma, gains, error = (
-        np.broadcast_to(x, shape).reshape(len(gains), -1).copy()
-        for x in (problem.sigma.cpu().numpy()[:, None], gains[:, :, None], problem.target.cpu().numpy())
-    )  # the error is c - S V^T W
-    moved, gradient, direction, change = (np.zeros_like(error) for _ in range(4))  # V^T W first
+    shapes: dict[tuple[int, ...], list[Descent]] = {}
+    for descent in descents:
+        shapes.setdefault((*descent[0].target.shape, len(descent[2])), []).append(descent)
+    for shape, alike in shapes.items():
+        at_once = max(1, BESIDE // math.prod(shape))
+        for begin in range(0, len(alike), at_once):
+            _descend(alike[begin : begin + at_once], steps)
+
+
+def _descend(descents: Sequence[Descent], steps: int) -> None:
+    shape = len(descents), len(descents[0][2]), *descents[0][0].target.shape
+
+    def rows(parts: Iterable[np.ndarray]) -> np.ndarray:
+        whole = np.stack([np.broadcast_to(part, shape[1:]) for part in parts])
+        return whole.reshape(shape[0] * shape[1], -1)
+
+    sigma = rows(problem.sigma.cpu().numpy()[:, None] for problem, _, _ in descents)
+    error = rows(problem.target.cpu().numpy() for problem, _, _ in descents)  # c - S V^T W
+    gains = rows(gains[:, :, None] for _, _, gains in descents)
+    moved, gradient, direction, change = (np.zeros_like(error) for _ in range(4))  # V^T W is the first
+    going = dict(enumerate(descents))
     for step in range(1, steps + 1):
         np.multiply(sigma, error, out=gradient)
         np.multiply(gains, gradient, out=direction)
@@ -291,10 +317,13 @@ def steepest_descent(problem: LeastSquares, curves: ProbeCurves, gains: np.ndarr
         direction *= length[:, None]
         moved += direction
         error -= np.multiply(sigma, direction, out=change)
-        if curves.due(step):
-            weights = problem.vectors @ torch.from_numpy(moved.reshape(shape)).to(problem.vectors)
-            if curves.record(step, weights):
-                break
+        for place, (problem, curves, _) in list(going.items()):
+            if curves.due(step):
+                weights = problem.vectors @ torch.from_numpy(moved.reshape(shape)[place]).to(problem.vectors)
+                if curves.record(step, weights):
+                    del going[place]
+        if not going:
+            break
 
 
 def quasi_newton(gradient: np.ndarray, pairs: Pairs) -> np.ndarray:
