@@ -220,9 +220,8 @@ def best_fit(task: Task, rows: Tensor, reading: Reading, kernel: Kernel, rules: 
     errors = errors_of(task, predicted[:, : len(labels)])
     best, n = int(errors.argmin()), len(y)
     flops = 2.0 * n**2 * kernel.columns + n**3 / 3
-    # fits are kept, other rules are not
-    fit = fit_of(task, reading, rules[best], predicted[best].clone(), errors[best].item(), flops)
-    return replace(fit, solved=solved[best] if solved else None)
+    fit = fit_of(task, reading, rules[best], predicted[best].clone(), errors[best].item(), flops)  # other rules go
+    return replace(fit, solved=Solved(*(x.clone() for x in solved[best])) if solved else None)
 
 
 def fit_of(task: Task, reading: Reading, rule: Rule, predicted: Tensor, error: float, flops: float) -> Fit:

@@ -198,8 +198,11 @@ def test_an_attacker_who_rounds_brings_back_what_was_squeezed():
     exact, coarse = LinearProbe(steps=1024), Rounded(steps=1024, formats=["int8", "int4"])
     assert steps(exact, "immunized") > 20 * steps(coarse, "immunized")
     assert steps(coarse, "baseline") == steps(exact, "baseline")  # the map of theta_0 is I, which every format holds
-    assert coarse.run(victim, "immunized").setting == 4
-    assert coarse.run(victim, "immunized").others > 0
+    found, alone = coarse.run(victim, "immunized"), LinearProbe(steps=1024, precision="int4").run(victim, "immunized")
+    assert found.setting == 4
+    assert found.others > 0
+    for name in ("val", "test", "excess", "flops"):  # formats descend side by side
+        assert torch.equal(getattr(found, name), getattr(alone, name))
 
 
 def test_a_start_other_than_the_baseline_is_attacked_too():

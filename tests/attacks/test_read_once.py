@@ -6,12 +6,15 @@ import pytest
 import torch
 from helpers.victims import net_victim, silenced, zeroed
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from immunization import audit
 from immunization.attacks import BlockProbe, FrozenBlocks, LayerProbe, RawInputs, TileProbe
+from immunization.attacks.kernels import Kernel
 from immunization.attacks.pooling import Remembered
-from immunization.attacks.readings import Fitter
+from immunization.attacks.readings import Fitter, Reading, best_fit
+from immunization.data.task import SPLITS
 from immunization.models.chain import same_code
 
 pytestmark = pytest.mark.usefixtures("few_patches")
@@ -139,3 +142,30 @@ def test_what_is_remembered_takes_so_many_bytes():
     assert [value(key) for key in "abacab"] == list("abacab")
     assert made == ["a", "b", "c", "b"]
     assert remembered.held <= 100
+
+
+def test_kernels_of_what_several_attackers_read_are_computed_once(colors, monkeypatch):
+    made, real = [], Kernel.of.__func__
+    monkeypatch.setattr(Kernel, "of", classmethod(lambda *args, **options: made.append(args) or real(*args, **options)))
+    victim = net_victim(colors, halved, "test_resnet", "layer4")
+    attack = quick(samples=None)
+    attack.run(victim, "baseline")
+    first = len(made)
+    attack.run(victim, "immunized")
+    assert 0 < len(made) - first < 0.6 * first
+
+
+@pytest.mark.parametrize("radial", [False, True])
+@pytest.mark.parametrize("root", [False, True])
+def test_test_rows_are_predicted_as_by_their_inner_products(colors, radial, root):
+    victim = net_victim(colors, halved, "test_resnet", "layer4")
+    outputs = quick(mirrored=True).read(victim, "immunized")
+    fitter = Fitter(victim.task, outputs, torch.arange(12), (0.01, 0.1))
+    readings = [Reading(("layer2.0", "layer4.0"), name, 2, root, radial) for name in ("rich", "fine")]
+    fits = [fitter.fit(reading) for reading in readings]
+    for reading, fit, found in zip(readings, fits, fitter.on_test(fits), strict=True):
+        kernel = fitter.kernel_of(reading, SPLITS)
+        kernel = kernel.gaussian() if radial else kernel
+        whole = best_fit(victim.task, fitter.rows, reading, kernel, [fit.rule])
+        assert_close(found, whole.predicted, rtol=1e-10, atol=1e-12)
+        assert_close(fit.on_val, whole.on_val, rtol=1e-10, atol=1e-12)
