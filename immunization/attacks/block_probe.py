@@ -31,7 +31,6 @@ from immunization.attacks.readings import (
     blended,
     curve_of,
     nested,
-    on_test,
     searched,
 )
 from immunization.attacks.victim import Victim, images_of
@@ -175,7 +174,7 @@ class BlockProbe(Attack, group="attack.block_probe"):
         most = max(len(blend.rows) for blend in blends)
         mirrored = max(len(blend.rows) * (fit.reading.views - 1) for blend in blends for fit in blend.fits)
         spent += outputs.cost(outputs.blocks, most + mirrored)  # one pass for all readings
-        return curve_of(task, blends, partial(on_test, task, outputs), spent)
+        return curve_of(task, blends, outputs, spent)
 
 
 class LayerProbe(BlockProbe, group="attack.layer_probe"):

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from immunization.theory.spectrum import power_of_two
 
+Solved = tuple[Tensor, Tensor]
+"""Regressions of mean 0: their dual weights [..., n, C] and ridges [...]."""
+
 NOISE = 10 * torch.finfo(torch.float32).eps
 """Deviation of a column, relative to its largest value, below which it holds nothing but rounding."""
 
@@ -28,13 +31,6 @@ class Rule(NamedTuple):
 
     ridge: float
     discriminant: bool = False
-
-
-class Solved(NamedTuple):
-    """Regressions of mean 0: their dual weights [..., n, C] and ridges [...]."""
-
-    dual: Tensor
-    ridge: Tensor
 
 
 @dataclass(frozen=True)
@@ -109,19 +105,19 @@ class Kernel:
             if failed:
                 raise np.linalg.LinAlgError(f"the kernel with its ridge is not positive definite ({failed})")
             duals.append(torch.from_numpy(dpotrs(factor, centered)[0]))
-        return Solved(torch.stack(duals), damping)
+        return torch.stack(duals), damping
 
     def predictions(self, targets: Tensor, rules: Sequence[Rule]) -> tuple[Tensor, list[Solved]]:
         """Predictions [rules, M, C] for targets [n, C], one-hot for a discriminant, and each rule's regression."""
-        ridges = list(dict.fromkeys(rule.ridge for rule in rules))
         if not self.columns:
             return targets.mean(0).expand(len(rules), len(self.others), -1), []
+        ridges = list(dict.fromkeys(rule.ridge for rule in rules))
         dual, damping = solved = self.solved(targets, ridges)
-        found = (self.others @ dual.transpose(0, 1).flatten(1)).unflatten(1, dual.shape[::2]).transpose(0, 1)
+        found = torch.einsum("mn,rnc->rmc", self.others, dual)
         made = {kind: predicted_by(kind, found, targets, solved) for kind in {rule.discriminant for rule in rules}}
         places = [ridges.index(rule.ridge) for rule in rules]
-        predicted = torch.stack([made[r.discriminant][place] for r, place in zip(rules, places, strict=True)])
-        return predicted, [Solved(dual[place], damping[place]) for place in places]
+        predicted = torch.stack([made[rule.discriminant][place] for rule, place in zip(rules, places, strict=True)])
+        return predicted, [(dual[place], damping[place]) for place in places]
 
     def nbytes(self) -> int:
         return self.own.nbytes + self.others.nbytes + self.squares.nbytes
@@ -148,10 +144,7 @@ def standardized(train: Tensor, *others: Tensor, root: bool = False) -> Iterator
     width = max(NARROWEST, PART // max(1, n + sum(sizes))) if device.type == "cpu" else max(1, columns)
     for begin in range(0, columns, width):
         own, *views = (x[..., begin : begin + width] for x in (train, *others))
-        rest = own.new_empty(sum(sizes), own.shape[-1], dtype=torch.float64)
-        for into, view in zip(rest.split(sizes), views, strict=True):
-            _mean(view, into)
-        own = _mean(own, own.new_empty(own.shape[-2:], dtype=torch.float64))
+        own, rest = _mean(own), torch.cat([_mean(x) for x in views])
         mean, deviation = _moments(own)
         alive = deviation > NOISE * torch.maximum(own.amax(0), -own.amin(0))
         if root:
@@ -166,9 +159,10 @@ def standardized(train: Tensor, *others: Tensor, root: bool = False) -> Iterator
 
 def predicted_by(discriminant: bool, regressions: Tensor, targets: Tensor, solved: Solved) -> Tensor:
     """Predictions [..., M, C] from those of regressions on targets [n, C], of mean 0."""
+    dual, ridge = solved
     if not discriminant:
         return regressions + targets.mean(0)
-    return discriminants(regressions, targets, solved.dual * solved.ridge[..., None, None])
+    return discriminants(regressions, targets, dual * ridge[..., None, None])
 
 
 def discriminants(predictions: Tensor, targets: Tensor, residuals: Tensor) -> Tensor:
@@ -215,20 +209,19 @@ def probabilities(scores: Tensor, labels: Tensor) -> Tensor:
 
 def _signed_root(x: Tensor) -> Tensor:
     size = x.abs()
-    if x.device.type == "cpu":
-        np.sqrt(size.numpy(), out=size.numpy())  # half of the time of torch's
-    else:
-        size.sqrt_()
+    np.sqrt(
+        size.numpy(), out=size.numpy()
+    ) if size.device.type == "cpu" else size.sqrt_()  # torch's takes twice as long
     return size.copysign_(x)
 
 
-def _mean(views: Tensor, into: Tensor) -> Tensor:
-    """Columns [N, D] or the mean of one or two views [views, N, D]."""
+def _mean(views: Tensor) -> Tensor:
+    """Columns [N, D] or the mean of one or two views [views, N, D], in float64."""
     first, *more = views if views.ndim == 3 else [views]
-    into.copy_(first)
+    mean = first.to(torch.float64, copy=True)
     for other in more:
-        into.add_(other).mul_(0.5)
-    return into
+        mean.add_(other).mul_(0.5)
+    return mean
 
 
 def _add_products(total: Tensor, x: Tensor, y: Tensor) -> None:

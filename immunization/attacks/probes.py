@@ -1,10 +1,11 @@
 """Linear probes of frozen features: gradient descent, quasi-Newton, whitening, closed form, and behind a map."""
 
 import copy
+import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -28,8 +29,8 @@ log = logging.getLogger(__name__)
 ROOM = 2**28
 """Bytes that the pairs of L-BFGS may take."""
 
-BESIDE = 2**14
-"""Numbers of problems that descend side by side: what they are computed with stays in the cache."""
+BESIDE = 2**12
+"""Most numbers of a problem that descends beside others: what they are computed with stays in the cache."""
 
 Descent = tuple[LeastSquares, ProbeCurves, np.ndarray]
 """A problem, its curves, and what multiplies its gradient in the eigenbasis, [settings, k]."""
@@ -287,21 +288,20 @@ def steepest_descents(descents: Sequence[Descent], steps: int) -> None:
     In the eigenbasis of the Hessian, in numpy, which has several times less overhead than torch for arrays this small.
     Small problems of the same shape [k, C] descend side by side: a row is one of their settings.
     """
-    shapes: dict[tuple[int, ...], list[Descent]] = {}
-    for descent in descents:
-        shapes.setdefault((*descent[0].target.shape, len(descent[2])), []).append(descent)
-    for shape, alike in shapes.items():
-        at_once = max(1, BESIDE // math.prod(shape))
-        for begin in range(0, len(alike), at_once):
-            _descend(alike[begin : begin + at_once], steps)
+
+    def shape_of(descent: Descent) -> Hashable:
+        shape = len(descent[2]), *descent[0].target.shape
+        return shape if math.prod(shape) <= BESIDE else id(descent)
+
+    for _, alike in itertools.groupby(descents, shape_of):
+        _descend(list(alike), steps)
 
 
 def _descend(descents: Sequence[Descent], steps: int) -> None:
     shape = len(descents), len(descents[0][2]), *descents[0][0].target.shape
 
     def rows(parts: Iterable[np.ndarray]) -> np.ndarray:
-        whole = np.stack([np.broadcast_to(part, shape[1:]) for part in parts])
-        return whole.reshape(shape[0] * shape[1], -1)
+        return np.stack([np.broadcast_to(part, shape[1:]) for part in parts]).reshape(shape[0] * shape[1], -1)
 
     sigma = rows(problem.sigma.cpu().numpy()[:, None] for problem, _, _ in descents)
     error = rows(problem.target.cpu().numpy() for problem, _, _ in descents)  # c - S V^T W

@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 
@@ -56,12 +56,12 @@ class Reading:
     radial: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fit:
     """What is read, by which rule, and the operations.
 
     `on_val` [V, outputs] are predictions for validation rows, for classes their probabilities, with their squared
-    `error` and their measure `val`. `predicted` [N, outputs] are those for test rows, empty where these were not read.
+    `error` and their measure `val`. `predicted` [N, outputs] are those for test rows, empty until these are read.
     `solved` is the regression, None where it guesses.
     """
 
@@ -75,7 +75,7 @@ class Fit:
     solved: Solved | None = None
 
     def nbytes(self) -> int:
-        return self.on_val.nbytes + self.predicted.nbytes + (self.solved.dual.nbytes if self.solved else 0)
+        return self.on_val.nbytes + self.predicted.nbytes + (self.solved[0].nbytes if self.solved else 0)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Fitter:
         return reduce(operator.add, (self.kernel(*group, reading.views, reading.root, splits) for group in groups))
 
     def kernel(
-        self, block: str, poolings: tuple[str, ...], views: int, root: bool, splits: Sequence[str] = SPLITS[:2]
+        self, block: str, poolings: Sequence[str], views: int, root: bool, splits: Sequence[str] = SPLITS[:2]
     ) -> Kernel:
         """That of some poolings of a block, averaged over views."""
 
@@ -171,45 +171,28 @@ class Fitter:
         """Fits of readings with as many views as there are."""
         return [self.fit(replace(reading, views=self.outputs.views)) for reading in readings]
 
-    def on_test(self, fits: Sequence[Fit]) -> list[Tensor]:
-        """Predictions [T, outputs] of fits for test rows, all with one pass over their columns."""
-        keys = [("test", fit.reading, self._origin(fit.reading.blocks), fit.rule, self.asked) for fit in fits]
-        known = self.outputs.remembered.known
-        new = {key: fit for key, fit in zip(keys, fits, strict=True) if key not in known}
-        made = dict(zip(new, self._regressions(list(new.values())), strict=True))
-        return [
-            self.outputs.remembered(key, lambda k=key, f=fit: self._predicted(f, made[k]), lambda x: x.nbytes)
-            for key, fit in zip(keys, fits, strict=True)
-        ]
-
-    def _regressions(self, fits: Sequence[Fit]) -> list[Tensor]:
-        """Of mean 0, [V + T, outputs]: by a kernel where that is Gaussian, else by weights of columns."""
-        rows = len(self.task.val) + len(self.task.test)
-        sums = [self.targets.new_zeros(rows, self.targets.shape[1]) for _ in fits]
-        readers: dict[tuple[str, str, int, bool], list[int]] = {}
-        for place, fit in enumerate(fits):
+    def read_test(self, fits: Sequence[Fit]) -> None:
+        """Predict test rows by fits, all with one pass over their columns: by inner products where these are radial."""
+        labels, size = self.task.val.y.cpu(), self.targets.shape[1]
+        sums = [self.targets.new_zeros(len(labels) + len(self.task.test), size) for _ in fits]
+        readers: dict[tuple[str, str, int, bool], list[tuple[Tensor, Tensor]]] = {}
+        for total, fit in zip(sums, fits, strict=True):
             own = fit.reading
-            if own.radial and fit.solved:
-                sums[place] = self.kernel_of(own, SPLITS).gaussian().others @ fit.solved.dual
-                continue
-            for part in itertools.product(own.blocks, itertools.chain(*POOLINGS[own.poolings])):
-                if fit.solved and part in self.outputs.parts:
-                    readers.setdefault((*part, own.views, own.root), []).append(place)
-        for (*part, views, root), places in readers.items():
-            duals = torch.cat([fits[place].solved.dual for place in places], 1)
-            found = regression_of(*self._columns(*part, views, SPLITS), duals=duals, root=root)
-            for place, own in zip(places, found.split(self.targets.shape[1], 1), strict=True):
-                sums[place] += own
-        return sums
-
-    def _predicted(self, fit: Fit, regression: Tensor) -> Tensor:
-        """For test rows, [T, outputs], as sharp as suits validation rows."""
-        labels = self.task.val.y.cpu()
-        predicted = regression + self.targets.mean(0)
-        if fit.solved:
-            predicted = predicted_by(fit.rule.discriminant, regression, self.targets, fit.solved)
-        predicted = probabilities(predicted[None], labels)[0] if self.task.classes else predicted
-        return predicted[len(labels) :].clone()
+            if fit.solved and own.radial:
+                total += self.kernel_of(own, SPLITS).gaussian().others @ fit.solved[0]
+            elif fit.solved:
+                for part in itertools.product(own.blocks, itertools.chain(*POOLINGS[own.poolings])):
+                    readers.setdefault((*part, own.views, own.root), []).append((fit.solved[0], total))
+        for (block, pooling, views, root), users in readers.items():
+            columns = self._columns(block, pooling, views, SPLITS)
+            found = regression_of(*columns, duals=torch.cat([dual for dual, _ in users], 1), root=root)
+            for (_, total), more in zip(users, found.split(size, 1), strict=True):
+                total += more
+        for total, fit in zip(sums, fits, strict=True):
+            guess = total + self.targets.mean(0)
+            made = predicted_by(fit.rule.discriminant, total, self.targets, fit.solved) if fit.solved else guess
+            made = probabilities(made[None], labels)[0] if self.task.classes else made
+            fit.predicted = made[len(labels) :].clone()
 
 
 def best_fit(task: Task, rows: Tensor, reading: Reading, kernel: Kernel, rules: Sequence[Rule]) -> Fit:
@@ -221,7 +204,7 @@ def best_fit(task: Task, rows: Tensor, reading: Reading, kernel: Kernel, rules: 
     best, n = int(errors.argmin()), len(y)
     flops = 2.0 * n**2 * kernel.columns + n**3 / 3
     fit = fit_of(task, reading, rules[best], predicted[best].clone(), errors[best].item(), flops)  # other rules go
-    return replace(fit, solved=Solved(*(x.clone() for x in solved[best])) if solved else None)
+    return replace(fit, solved=(solved[best][0].clone(), solved[best][1].clone()) if solved else None)
 
 
 def fit_of(task: Task, reading: Reading, rule: Rule, predicted: Tensor, error: float, flops: float) -> Fit:
@@ -252,7 +235,7 @@ def compared(fitter: Fitter) -> list[Fit]:
     """Fits of all readings that are compared, with mirror images. Raises Inapplicable."""
     outputs, net = fitter.outputs, tuple(fitter.outputs.blocks)
     groups = itertools.product(net, dict.fromkeys(itertools.chain(*POOLINGS.values())))
-    if not any(fitter.kernel(*group, outputs.views, False).columns for group in groups):
+    if not any(fitter.kernel(block, group, outputs.views, False).columns for block, group in groups):
         raise Inapplicable("no block of the net tells the images of the harmful task apart")
     fits = fitter.all(*(Reading((block,), "average") for block in net), Reading(net, "rich"))
     fits += grown(fitter, "rich") + grown(fitter, "covariance")
@@ -299,25 +282,18 @@ def blended(task: Task, outputs: Outputs, rows: Tensor, fits: Sequence[Fit]) -> 
     return Blend.of(rows, chosen, error, val, outputs)
 
 
-def on_test(task: Task, outputs: Outputs, blends: Sequence[Blend]) -> list[Tensor]:
-    """The predictions [N, outputs] of blends for test rows; those on the same rows are made together."""
-    found: dict[tuple[int, int], Tensor] = {}
-    for rows in {id(blend.rows): blend.rows for blend in blends}.values():
-        fits = {id(fit): fit for blend in blends if blend.rows is rows for fit in blend.fits}
-        made = Fitter(task, outputs, rows, ()).on_test(list(fits.values()))
-        found |= {(id(rows), place): own for place, own in zip(fits, made, strict=True)}
-    return [torch.stack([found[id(b.rows), id(fit)] for fit in b.fits]).mean(0) for b in blends]
-
-
-def curve_of(
-    task: Task, blends: Sequence[Blend], on_test: Callable[[Sequence[Blend]], list[Tensor]], spent: float
-) -> AttackCurve:
+def curve_of(task: Task, blends: Sequence[Blend], outputs: Outputs, spent: float) -> AttackCurve:
     """The curve through those of `blends` that do better on validation rows than all that cost less."""
     best: list[Blend] = []
     for blend in sorted(blends, key=lambda blend: blend.flops):
         if not best or blend.error < best[-1].error:
             best.append(blend)
-    predicted = as_outputs(task, torch.stack(on_test(best)))
+    for rows in {id(blend.rows): blend.rows for blend in best}.values():
+        fits = {id(fit): fit for blend in best if blend.rows is rows for fit in blend.fits if not len(fit.predicted)}
+        if fits:
+            Fitter(task, outputs, rows, ()).read_test(list(fits.values()))
+    means = [torch.stack([fit.predicted for fit in blend.fits]).mean(0) for blend in best]
+    predicted = as_outputs(task, torch.stack(means))
     val, last = torch.tensor([blend.val for blend in best], dtype=torch.float64), best[-1]
     return AttackCurve(
         steps=torch.tensor([len(blend.rows) for blend in best]),

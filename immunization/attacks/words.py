@@ -63,11 +63,7 @@ def probe_words(victim: Victim, everything: Tensor, ridges: Sequence[float], see
         spent += sum(fit.flops for fit in fits)
         blends += [Blend.of(rows, [fit], fit.error, fit.val, nothing) for fit in fits]
         blends.append(blended(task, nothing, rows, fits))
-    return curve_of(task, blends, _on_test, spent)
-
-
-def _on_test(blends: Sequence[Blend]) -> list[Tensor]:
-    return [torch.stack([fit.predicted for fit in blend.fits]).mean(0) for blend in blends]
+    return curve_of(task, blends, nothing, spent)
 
 
 def tf_idf(victim: Victim) -> dict[str, Any]:
