@@ -4,6 +4,7 @@ import pickle
 import re
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -20,16 +21,18 @@ class SharedComposition:
 
     def __init__(self, loader: ConfigLoader) -> None:
         self.compose, self.groups_of = loader.load_sweep_config, loader.get_group_options
-        self.parsed: dict[str, tuple[str, Override | None]] = {}
+        self.parsed: dict[str, Word] = {}
         self.composed: dict[tuple[str, ...], bytes] = {}
 
     def __call__(self, master: DictConfig, words: Sequence[str]) -> DictConfig:
         """The configuration of the job with these overrides; errors are those of Hydra."""
-        keys = sorted(re.split("[=@]", word.lstrip("+~"))[0] for word in words)
+        # the options of groups are chosen before all values, wherever they stand
+        keys = sorted(re.split("[=@]", word.lstrip("+~"))[0] for word in words if not self._parse(word).chooses)
         twice = any(f"{key}.".startswith(f"{before}.") for before, key in pairwise(keys))  # the order decides
         if twice or any(key.startswith("hydra.") for key in keys):
             return self.compose(master, list(words))
-        shape, values = zip(*map(self._parse, words), strict=True) if words else ((), ())
+        parsed = [self._parse(word) for word in words]
+        shape, values = tuple(own.shape for own in parsed), [own.value for own in parsed]
         if shape not in self.composed:
             config = self.compose(master, list(words))
             self.composed[shape] = pickle.dumps(config)
@@ -44,13 +47,25 @@ class SharedComposition:
         job.override_dirname = rule.item_sep.join(named).replace("=", rule.kv_sep)
         return config
 
-    def _parse(self, word: str) -> tuple[str, Override | None]:
-        """What a word adds to the shape, and the override whose value is the job's own; each word is parsed once."""
+    def _parse(self, word: str) -> "Word":
+        """Each word is parsed once."""
         if word not in self.parsed:
             (override,) = OverridesParser.create().parse_overrides([word])
-            key = override.key_or_group
+            key, value = override.key_or_group, override.value()
             plain = not (override.is_delete() or override.is_add() or override.is_force_add())
-            plain = plain and isinstance(override.value(), str | int | float | None) and not key.startswith("hydra.")
-            own = plain and override.package is None and not self.groups_of(key)
-            self.parsed[word] = (key, override) if own else (word, None)
+            group = bool(self.groups_of(key))
+            own = plain and not group and override.package is None and not key.startswith("hydra.")
+            own = own and isinstance(value, str | int | float | None)
+            chooses = plain and group and isinstance(value, str | list)
+            self.parsed[word] = Word(key, override, chooses) if own else Word(word, None, chooses)
         return self.parsed[word]
+
+
+class Word(NamedTuple):
+    """What a word adds to the shape of a job, the override whose value is the job's own, if it is one, and whether it
+    chooses the option of a group.
+    """
+
+    shape: str
+    value: Override | None
+    chooses: bool
