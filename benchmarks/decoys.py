@@ -157,7 +157,7 @@ INTRODUCTION = """# What hiding costs
 python benchmarks/decoys.py --runs docs/results/decoys.jsonl --page docs/results/decoys.md --data data
 ```
 
-`method=decoys` places a linear map behind the features that shrinks m directions
+`method=decoys` places a linear map behind the features that [squeezes](../glossary.md#squeeze) m directions
 ([theory](../theory.md#a-map-in-closed-form)). Some of them are the directions of the harmful task; the others are
 *decoys*, random directions that hide the harmful ones. This page measures what decoys hide, and what they cost. *m =
 least* is a map without decoys.

@@ -45,7 +45,8 @@ IDEAS = {
     "closed_form": "compute the linear map with the largest possible RIR. No training.",
     "learning_curve": "train a linear map so that a harmful probe learns slowly and a primary probe quickly.",
     "learning_curve_net": "the same objective as `learning_curve`, for layers of a net instead of a linear map.",
-    "decoys": "shrink the directions in which the harmful probe learns, and hide them among random directions.",
+    "decoys": "[squeeze](glossary.md#squeeze) the directions in which the harmful probe learns, and hide them among "
+    "random ones.",
     "forget": "train the last block so that it maps all harmful inputs to almost the same features.",
     "forget_blocks": "`forget` in every trained block, against attackers who read earlier blocks.",
     "identity": "change nothing.",

@@ -49,6 +49,8 @@ def explained(error: Exception) -> str:
             remedy = f"if it is right, +{cause.full_key}=<value> adds it"
         if group == "suite":
             remedy = "choose a numbered suite first, such as attack=[standard]"
+        elif group in ("attack", "evaluation") and name in options(group)[1]:
+            remedy = f"choose it first, {group}=[...,{name}]"
         having = [path.stem for path in sorted((CONF / group).glob("*.yaml")) if f"\n{name}: " in text_of(path)]
         also = f"; {group}={' and '.join(having)} {'has' if len(having) == 1 else 'have'} it" if having else ""
         if "arguments" in cause.parent_node:

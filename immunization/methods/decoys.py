@@ -44,7 +44,7 @@ def _span(directions: Tensor) -> Tensor:
 
 
 class Decoys(Untrained):
-    """theta = (I - (1 - 1/kappa) B B^T) R: shrinks all directions of a subspace B [D, m] alike, to 1/kappa.
+    """theta = (I - (1 - 1/kappa) B B^T) R: squeezes all directions of a subspace B [D, m] alike, to 1/kappa.
 
     B contains the directions along which a harmful probe learns: the span of (K_H + ridge lambda_1 I)^-1 X_H^T Y_H. A
     large `ridge` gives X_H^T Y_H. A probe that starts at 0 has the gradient theta^T X_H^T Y_H, so it finds almost
