@@ -66,7 +66,7 @@ def test_a_mistake_prints_one_line_and_exits_with_1(tmp_path):
     done = launched(*QUICK, "method=magic", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert re.fullmatch(r"error: In 'config': Could not find 'method/magic'[^\n]*\n", done.stderr)
+    assert re.fullmatch(r"error: Could not find 'method/magic'[^\n]*\n", done.stderr)
 
 
 def test_help_is_quick_as_it_imports_nothing_heavy():
@@ -93,7 +93,7 @@ def test_help_is_quick_as_it_imports_nothing_heavy():
         ("method.lamda_P=1", "there is no key method.lamda_P; allowed here are .*lambda_P, lambda_H"),
         ("sed=1", "there is no key sed; allowed here are .*seed"),
         ("+method.lamda_P=1", "method: .*'lamda_P'.* does not take that key"),
-        ("dataset.primary=1", "dataset.primary=1, dataset.harmful=1: .*choose different ones of 0 to 9"),
+        ("dataset.primary=1", "dataset.primary=1, dataset.harmful=1: .*choose different ones from 0 to 9"),
         ("dataset.primary=10", "dataset.primary must be an integer of at least 0 and at most 9, not 10"),
         ("method.lambda_P=-1", "method.lambda_P must be a finite number of at least 0, not -1"),
         ("method.lambda_P=much", "method.lambda_P must be a finite number of at least 0, not 'much'"),

@@ -135,7 +135,7 @@ def test_mistakes_are_named(tmp_path):
     assert not (tmp_path / "a").exists()
     with pytest.raises(ConfigError, match=r"must be an nn\.Module, not dict"):
         immunization.save({}, tmp_path)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="does not exist; give a run folder"):
         immunization.load(tmp_path)
     torch.save(model, tmp_path / "whole.pt")
     with pytest.raises(DataError, match=r"whole\.pt: only weights in safetensors are read; immunization\.save\(model"):

@@ -58,6 +58,8 @@ def load(path: str | Path, net: nn.Module | None = None) -> nn.Module:
     ConfigError for a net that does not fit.
     """
     path = weights_of(Path(path))
+    if not path.exists():
+        raise DataError(f"load: {path} does not exist; give a run folder that holds a sound {WEIGHTS}")
     if path.is_file() and path.suffix != ".safetensors" and path.name not in OF_HUB:
         raise DataError(f"{path}: only weights in safetensors are read; immunization.save(model, folder) writes them")
     try:

@@ -41,6 +41,8 @@ def fill(page: Path, runs: Path, figures: Path) -> dict[str, bool]:
 
     Returns for each FOLDER whether its runs are there. Raises DataError for words that choose nothing.
     """
+    if not page.is_file():
+        raise DataError(f"{page} is not a file; name a page, or run the command in the root of the repository")
     text = page.read_text(encoding="utf-8")
     there: dict[str, bool] = {}
     heading = text.partition("\n")[0].lstrip("# ")
