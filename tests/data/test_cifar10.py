@@ -57,8 +57,8 @@ def test_fewer_images_of_each_class(root):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"primary": [0, 5]}, "every task needs classes of its own"),
-        ({"benign": 0}, "every task needs classes of its own"),
+        ({"primary": [0, 5]}, "every task needs its own classes"),
+        ({"benign": 0}, "every task needs its own classes"),
         ({"harmful": [5]}, r"dataset\.harmful=\[5\]: at least two different classes"),
         ({"harmful": [5, 12]}, "at least two different classes of 0 to 9"),
     ],

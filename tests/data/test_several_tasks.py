@@ -63,8 +63,8 @@ def test_the_common_range_is_that_of_all_shown_tasks():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"harmful": [3, 3]}, "every task needs classes of its own"),
-        ({"harmful": [3, 5], "unseen": 5}, r"dataset\.harmful=\[3, 5\], dataset\.unseen=5: every task needs classes"),
+        ({"harmful": [3, 3]}, "every task needs its own classes"),
+        ({"harmful": [3, 5], "unseen": 5}, r"dataset\.harmful=\[3, 5\], dataset\.unseen=5: every task needs its own classes"),
         ({"harmful": []}, r"dataset\.harmful is an empty list"),
         ({"unseen": []}, r"dataset\.unseen is an empty list"),
         ({"harmful": [3, 10]}, r"dataset\.harmful must be .*not \[3, 10\]"),
@@ -202,7 +202,7 @@ def test_class_ranges_that_cannot_be(folder, primary, classes, message):
 def test_unseen_digits_of_a_net():
     pair = digits_deep(harmful=[[4, 5], [6, 7]], benign=None, unseen=[8, 9])
     assert list(pair.tasks) == ["primary", "harmful", "harmful_6-7", "unseen"]
-    with pytest.raises(ConfigError, match="every task needs classes of its own"):
+    with pytest.raises(ConfigError, match="every task needs its own classes"):
         digits_deep(unseen=[6, 9], benign=None)
     with pytest.raises(ConfigError, match=r"dataset\.unseen=\[\]: at least two"):
         digits_deep(unseen=[], benign=None)

@@ -256,7 +256,7 @@ def test_nothing_is_said_of_worth_where_nobody_reads_before_what_was_changed():
     assert result.about["blocks"]["before"] == []
     assert "blocks_unread" in result.flags
     assert result.metrics["worth/removed"] is None
-    said = next(line for line in result.verdict if line.startswith("What theta_0 is worth is not said: "))
+    said = next(line for line in result.verdict if line.startswith("The worth of theta_0 is unknown: "))
     assert "of the net's operations are done before what was changed begins" in said
     whole = audited(net, planted(net, "fc"), lambda net: net, **options)
     assert "blocks_unread" not in whole.flags
