@@ -38,7 +38,7 @@ SOURCES = {
 """Of published methods; the others are this project's."""
 IDEAS = {
     "condition_number": "make the harmful task ill-conditioned and keep the primary task well-conditioned, so that "
-    "gradient descent on a probe is slow for the one and fast for the other.",
+    "gradient descent on a probe is slow on the harmful task and fast on the primary task.",
     "released_condition_number": "`condition_number` exactly as the authors released it, for reproduction.",
     "r_ill_only": "only make the harmful task ill-conditioned. Nothing protects the primary task.",
     "opt_kappa": "minimize the difference of the two condition numbers directly, without regularizers.",

@@ -44,7 +44,8 @@ class ConditionNumber(HoldsPrimary):
       drops out exactly), `ridge` (the inverse of K + `ridge` I), `pinv` (the pseudo-inverse) or `none`.
     - `balance=True` scales both weights: at theta_0, the gradient of each regularizer is then as long as that of the
       loss.
-    - `hold_primary` bounds ratio (ii), see `Bound`; "auto" does so for linear models with balanced weights.
+    - `hold_primary` bounds ratio (ii) (`Bound`; docs/theory.md, section 3); "auto" does so for linear models with
+      balanced weights.
     """
 
     remembers = ("scale_P", "scale_H")

@@ -63,8 +63,8 @@ class Decoys(Untrained):
     B B^T, which anyone can read from theta, is not the span of the harmful task alone (`evaluation.leak`). Tasks that
     learn along the decoys become slower, too. `dimensions=null`: no decoys.
 
-    `max_condition` is kappa, the condition number of theta; "auto" is `MAX_CONDITION` for nets and `DEEPEST` for linear
-    models. R and the primary head are as in `ClosedForm`.
+    `max_condition` is kappa, the condition number of theta; "auto" is 64 for nets (`MAX_CONDITION`) and 1e6 for
+    linear models (`DEEPEST`). R and the primary head are as in `ClosedForm`.
     """
 
     folds = True

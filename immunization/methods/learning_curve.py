@@ -100,7 +100,7 @@ class LearningCurve(OfCurves):
     The score is the measure of the primary probe minus that of the harmful one on validation rows, averaged over t,
     minus the benign term.
 
-    `start="auto"` trains linear models of at most `FEW` features briefly from theta_0 and from the closed form
+    `start="auto"` trains linear models of at most 32 features (`FEW`) briefly from theta_0 and from the closed form
     (`optimal_map`), and continues from the better of the two. "model" is theta_0, "decoys" is the map of `Decoys`.
 
     The curves are steep functions of theta. At a constant rate, Adam oscillates, and a difference in the last bit of

@@ -98,8 +98,8 @@ class ClosedForm(Untrained):
     that treat coordinates separately (Adam, column scaling).
 
     `max_condition` bounds the condition number of theta by the smallest sufficient ridge (`bounded_map`), so that
-    coarse number formats can represent theta and its inverse; "auto" is `MAX_CONDITION` for nets and no bound for
-    linear models. The primary head is the least squares solution on the inputs. For several harmful tasks, K_H is the
+    coarse number formats can represent theta and its inverse; "auto" is 64 for nets (`MAX_CONDITION`) and no bound
+    for linear models. The primary head is the least squares solution on the inputs. For several harmful tasks, K_H is the
     sum over them.
     """
 

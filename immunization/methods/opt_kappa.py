@@ -50,8 +50,8 @@ class OptKappa(HoldsPrimary):
     - `conditioning="authors"` is kappa(H + 1e-6 I) of all D eigenvalues, as in the released code.
     - Gradients are multiplied by K^-1 as in `ReleasedConditionNumber`.
     - `task_weight` is the weight of L(D_P) (None: 0 for raw, else 1).
-    - `hold_primary`, for form="log", bounds ratio (ii): a factor on log kappa(H_P) rises while (ii) is too large, see
-      `Bound`.
+    - `hold_primary`, for form="log", bounds ratio (ii): a factor on log kappa(H_P) rises while (ii) is too large
+      (`Bound`; docs/theory.md, section 3).
     """
 
     several = True
