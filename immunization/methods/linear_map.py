@@ -99,8 +99,8 @@ class ClosedForm(Untrained):
 
     `max_condition` bounds the condition number of theta by the smallest sufficient ridge (`bounded_map`), so that
     coarse number formats can represent theta and its inverse; "auto" is 64 for nets (`MAX_CONDITION`) and no bound
-    for linear models. The primary head is the least squares solution on the inputs. For several harmful tasks, K_H is the
-    sum over them.
+    for linear models. The primary head is the least squares solution on the inputs. For several harmful tasks, K_H is
+    the sum over them.
     """
 
     folds = True
