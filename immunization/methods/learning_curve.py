@@ -89,9 +89,11 @@ class LearningCurve(OfCurves):
     (`generalizing_step`); t_0 is the smaller of t_1 and the steps to 90 % of the baseline's best on validation rows.
     The distance is the mean squared difference of predictions, divided by that of w = 0. Half of it is measured on the
     training inputs and half on white noise of the same mean square (a multiple of ||theta w_t - w||^2), because
-    held-out rows vary in directions in which a few training rows hardly do. `targets="auto"` takes the labels if least
-    squares on the inputs is, on validation rows, as good as the best early stop (up to `SLACK` of the way from chance),
-    and the path of the baseline otherwise.
+    held-out rows vary in directions in which a few training rows hardly do.
+
+    `targets="auto"` compares two probes on the inputs on validation rows: least squares, and the best early stop. If
+    least squares is as good (up to `SLACK` of the way from chance), the labels are the target, otherwise the path of
+    the baseline.
 
     `centered=True`: the harmful curve is the mean of two curves, of the features and of the features minus their mean
     over the training rows. Subtracting the mean costs an attacker nothing.
