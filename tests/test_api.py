@@ -284,7 +284,7 @@ def test_a_run_is_exported_and_loaded(tmp_path):
     assert "\n# test_resnet, immunized by closed_form\n" in card
     assert str(tmp_path) not in card
     assert "License of its weights: not stated" in card  # timm's own holds for its weights alone
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="does not exist; give a run folder"):
         immunization.load(tmp_path)
 
 
