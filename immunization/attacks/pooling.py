@@ -46,7 +46,7 @@ PIECE = 2**20
 NEAR = 1 / 16
 """Share of the room on a GPU that one pooling of a block may take there; others go to the CPU's memory."""
 
-REMEMBERED = 10**9
+REMEMBERED = 2**29
 """Bytes of kernels and predictions that attackers keep for those who read the same."""
 
 NUMBERS = itertools.count()
