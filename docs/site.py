@@ -33,7 +33,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point every link at its page of the site; keep only the text of links to files that are none."""
+    """Point every link at its page of the site; links to other files become their text and path."""
     here = posixpath.dirname(PAGES.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
     site = {path: uri for uri, path in PAGES.items()}
 
@@ -42,7 +42,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         path = posixpath.normpath(posixpath.join(here, target))
         uri = site.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
         if uri is None or not uri.endswith((".md", ".png", ".svg")):
-            return text
+            return text if posixpath.basename(path) in text else f"{text} (`{path}`)"
         relative = posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
         return f"{picture}[{text}]({relative}{anchor or ''})"
 

@@ -28,7 +28,9 @@ CHOSEN = tuple(10.0**e for e in range(-12, 1))
 
 
 class Forget(Method):
-    """Minimize L(D_P) + distill L_distill + collapse L_collapse + path L_path + inner L_inner.
+    """Minimize L(D_P) + distill * L_distill + collapse * L_collapse + path * L_path + inner * L_inner.
+
+    A word before a loss is the option of that name: the weight of the loss.
 
     f and f_0 are the features of theta and theta_0; c is the point of `target` (0, or the mean of f_0 over D_P);
     mean_P and mean_H are means over primary and harmful rows.

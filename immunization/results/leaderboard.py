@@ -35,7 +35,7 @@ SEEDS = 3
 """That a rank needs."""
 SHOWN = 3
 """Runs of a row whose attackers and commands the page shows."""
-BELOW = "More than two points lost, or not measured"
+BELOW = "No rank: accuracy on the own task or on other classes fell by more than two points, or was not measured"
 
 
 def rows_below(paths: Iterable[Path]) -> list[Path]:

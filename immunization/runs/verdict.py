@@ -195,7 +195,10 @@ def _attacks(result: Measured) -> list[str]:
         lines.append(f"The cheapest attack takes {share:.3g} times the operations of the cheapest without the model.")
     if close:
         which = ", ".join(close) if len(close) < 4 else f"{len(close)} of the attacks"
-        lines.append(f"With {rows} test rows the result of {which} is open: its 95 % interval contains this {measure}.")
+        unclear = f"result of {which} is open: its 95 % interval contains"
+        if len(close) > 1:
+            unclear = f"results of {which} are open: their 95 % intervals contain"
+        lines.append(f"With {rows} test rows the {unclear} this {measure}.")
     if learned and (held := [name for name in finals if name not in learned]):
         lines.append(f"Not learned within the budget: by {', '.join(held)}.")
     if unknown := [name for name in tried if name not in finals]:
