@@ -139,7 +139,7 @@ def test_few_rows_leave_it_open():
     assert undecided(audited(rows=68_000, touched=0.853, learned=0.882)) == []
     assert undecided(audited(far=0.5, learned=0.99)) == []
     assert "With 68 test rows the result of touched is open" in verdict([audited(touched=0.853)])[3]
-    assert "With 68 test rows the result of 4 of the attacks" in " ".join(
+    assert "With 68 test rows the results of 4 of the attacks are open" in " ".join(
         verdict([audited(a=0.86, b=0.87, c=0.88, d=0.89)])
     )
 
