@@ -47,7 +47,7 @@ NEAR = 1 / 16
 """Share of the room on a GPU that one pooling of a block may take there; others go to the CPU's memory."""
 
 REMEMBERED = 2**29
-"""Bytes of kernels and predictions that attackers keep for those who read the same."""
+"""Bytes of predictions that attackers keep for those who read the same."""
 
 NUMBERS = itertools.count()
 """Of outputs that were read: a block has the number of those it was first read with."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from immunization.attacks.base import AttackCurve, as_outputs
 from immunization.attacks.kernels import Kernel, Rule, Solved, predicted_by, probabilities, regression_of
-from immunization.attacks.pooling import POOLINGS, Outputs
+from immunization.attacks.pooling import POOLINGS, Outputs, Remembered
 from immunization.data.task import SPLITS, Task
 from immunization.errors import Inapplicable
 
@@ -29,6 +29,9 @@ MOST = 3500
 
 SEARCHED = 400
 """Most training images on which all readings are compared; with more, the best `CANDIDATES` on fewer are."""
+
+KEPT = 10**9
+"""Bytes of kernels that are kept at a time while several readings of the same parts are fitted, and then let go of."""
 
 CANDIDATES = 16
 """Readings that are also fitted without mirror images, and on many training images."""
@@ -130,6 +133,7 @@ class Fitter:
     def __post_init__(self) -> None:
         kinds = (False, True) if self.task.classes else (False,)
         self.rules = [Rule(ridge, discriminant) for discriminant in kinds for ridge in self.ridges]
+        self.kernels = Remembered(KEPT)
         self.asked = hashlib.sha256(self.rows.numpy().tobytes()).digest()
         self.targets = targets_of(self.task, self.task.train.y.cpu()[self.rows])
 
@@ -157,8 +161,8 @@ class Fitter:
             parts = [(block, name) for name in poolings if (block, name) in self.outputs.parts] or [("", "")]
             return reduce(operator.add, (Kernel.of(*self._columns(*p, views, splits), root=root) for p in parts))
 
-        key = self._origin([block]), block, poolings, views, root, self.asked
-        return compute() if len(splits) > 2 else self.outputs.remembered(key, compute, Kernel.nbytes)
+        key = block, poolings, views, root
+        return compute() if len(splits) > 2 else self.kernels(key, compute, Kernel.nbytes)
 
     def _columns(self, block: str, pooling: str, views: int, splits: Sequence[str]) -> list[Tensor]:
         train, *others = (self.outputs.columns(block, pooling, split)[:views] for split in splits)

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from immunization import audit
 from immunization.attacks import BlockProbe, FrozenBlocks, LayerProbe, RawInputs, TileProbe
-from immunization.attacks.kernels import Kernel
 from immunization.attacks.pooling import Remembered
 from immunization.attacks.readings import Fitter, Reading, best_fit
 from immunization.data.task import SPLITS
@@ -142,17 +141,6 @@ def test_what_is_remembered_takes_so_many_bytes():
     assert [value(key) for key in "abacab"] == list("abacab")
     assert made == ["a", "b", "c", "b"]
     assert remembered.held <= 100
-
-
-def test_kernels_of_what_several_attackers_read_are_computed_once(colors, monkeypatch):
-    made, real = [], Kernel.of.__func__
-    monkeypatch.setattr(Kernel, "of", classmethod(lambda *args, **options: made.append(args) or real(*args, **options)))
-    victim = net_victim(colors, halved, "test_resnet", "layer4")
-    attack = quick(samples=None)
-    attack.run(victim, "baseline")
-    first = len(made)
-    attack.run(victim, "immunized")
-    assert 0 < len(made) - first < 0.6 * first
 
 
 @pytest.mark.parametrize("radial", [False, True])
