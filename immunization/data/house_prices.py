@@ -50,8 +50,7 @@ KAGGLE = "https://www.kaggle.com/c/house-prices-advanced-regression-techniques/d
 AUTHORS = {"train": slice(0, 200), "val": slice(200, 250), "test": slice(250, 300)}
 PROTOCOLS = {
     "full": "full: all rows; splits drawn at random, by seed, within each task",
-    "authors": "authors: of each task, rows 0-199 are for training, 200-249 for validation, 250-299 for testing "
-    "(the authors' code tests on 200-299)",
+    "authors": "authors: rows 0-199 of each task train, 200-249 validate, 250-299 test (the release: 200-299)",
 }
 NORMALIZED = {
     "shared": "shared: mean and std (ddof = 1) of the training rows of both tasks together",
