@@ -85,8 +85,8 @@ class NTL(AgainstHead):
 
     MMD is the maximum mean discrepancy, a distance between the features of the two tasks, or between the outputs of
     the trained block `block`. C and C_H are the numbers of outputs of the primary and the harmful head. Up to the
-    factor C, the losses are divergences from one-hot labels, averaged over rows and classes. If C differs from C_H, as
-    for a net's own head of 1,000 outputs and 40 harmful classes, the second term weighs C / C_H times the paper's.
+    factor C, the losses are divergences from one-hot labels, averaged over rows and classes. In the
+    paper, C = C_H. Where they differ, for example 1,000 and 40, the weight of the second term is C / C_H times as large.
 
     From the paper and its code: this loss, alpha = beta = 0.1, five Gaussian kernels, and Adam at 1e-4; its MMD is of
     an early convolution. Ours: D_H has its own labels and its own head w; before it counts, w takes `head_steps`
@@ -263,7 +263,8 @@ class CLAMP(AgainstAttacker):
 
     From the paper, of which only notes by others were at hand: the four terms and their sum. Ours: every number; only
     the head is trained, on features scaled to a mean squared norm of 1; w starts in every step from a standard normal
-    draw; the smoothness L is the largest curvature on the way; v points along the last step; c is at most 0.99 in B.
+    draw. L is the largest curvature on the way. The contraction factor c is the one by which a step of the attacker
+    multiplies a small distance along its last step; it counts as at most 0.99 in `attack_terms`.
     """
 
     lambda_P: NonNegative
