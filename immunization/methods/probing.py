@@ -85,8 +85,8 @@ class NTL(AgainstHead):
 
     MMD is the maximum mean discrepancy, a distance between the features of the two tasks, or between the outputs of
     the trained block `block`. C and C_H are the numbers of outputs of the primary and the harmful head. Up to the
-    factor C, the losses are divergences from one-hot labels, averaged over rows and classes. In the
-    paper, C = C_H. Where they differ, for example 1,000 and 40, the weight of the second term is C / C_H times as large.
+    factor C, the losses are divergences from one-hot labels, averaged over rows and classes. In the paper, C = C_H.
+    Where they differ, for example 1,000 and 40, the weight of the second term is C / C_H times as large.
 
     From the paper and its code: this loss, alpha = beta = 0.1, five Gaussian kernels, and Adam at 1e-4; its MMD is of
     an early convolution. Ours: D_H has its own labels and its own head w; before it counts, w takes `head_steps`
