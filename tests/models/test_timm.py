@@ -37,7 +37,7 @@ def test_trainable_names_and_patterns(folders):
     pair = open_pair(folders)
     assert build(pair, "test_vit", "blocks.1").trainable == ["blocks.1"]
     assert len(build(pair, "test_resnet", ["layer3", "layer4.*"]).trainable) > 2
-    with pytest.raises(ConfigError, match=r"model\.trainable=stage9: no module .*layer4"):
+    with pytest.raises(ConfigError, match=r"model\.trainable=stage9: test_resnet has no module .*layer4"):
         build(pair, "test_resnet", "stage9")
 
 
