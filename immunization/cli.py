@@ -89,6 +89,11 @@ def cli() -> None:
             raise
         sys.exit(f"error: {CHOOSE}")
     except (UserError, HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
+        at = traceback.extract_tb(error.__traceback__)[-1].filename.replace("\\", "/")
+        if isinstance(error, ValueError) and "/omegaconf/" in at and "invalid literal for int" in str(error):
+            sys.exit(
+                f"error: a list has no key {str(error).rpartition(': ')[2]}; give all of it, as in suite.images=[5,20]"
+            )
         ours = isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException)
         if _VERBOSE or (ours and "group override" not in str(error)):
             raise  # a ValueError is a fault of ours, unless it is how Hydra meets method=null

@@ -47,10 +47,14 @@ def explained(error: Exception) -> str:
         remedy = f"allowed here are {keys}" if keys else f"choose a {group} first"
         if not (keys or (CONF / group).is_dir()):  # a mapping of anything, which the configuration leaves empty
             remedy = f"if it is right, +{cause.full_key}=<value> adds it"
-        if group == "suite":
+        if cause.full_key in ("attack", "evaluation"):  # of those none was chosen: the message has the whole key
+            whole = re.search(rf"'{cause.full_key}\.(\w+)", str(error))
+            group, name = str(cause.full_key), whole[1] if whole else ""
+        if group == "suite" and not keys:
             remedy = "choose a numbered suite first, such as attack=[standard]"
         elif group in ("attack", "evaluation") and name in options(group)[1]:
-            remedy = f"choose it first, {group}=[...,{name}]"
+            chosen = [] if cause.full_key == group else [key for key in cause.parent_node if key != name]
+            remedy = f"choose it first, {group}=[{','.join(map(str, [*chosen, name]))}]"
         having = [path.stem for path in sorted((CONF / group).glob("*.yaml")) if f"\n{name}: " in text_of(path)]
         also = f"; {group}={' and '.join(having)} {'has' if len(having) == 1 else 'have'} it" if having else ""
         if "arguments" in cause.parent_node:

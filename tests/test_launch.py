@@ -93,6 +93,8 @@ def test_help_is_quick_as_it_imports_nothing_heavy():
         ("method.lamda_P=1", "there is no key method.lamda_P; allowed here are .*lambda_P, lambda_H"),
         ("sed=1", "there is no key sed; allowed here are .*seed"),
         ("+method.lamda_P=1", "method: .*'lamda_P'.* does not take that key"),
+        ("attack.adam.steps=3", r"there is no key attack; choose it first, attack=\[adam\]"),
+        ("suite.images=3", r"there is no key suite.images; choose a numbered suite first, such as attack=\[standard\]"),
         ("dataset.primary=1", "dataset.primary=1, dataset.harmful=1: .*choose different ones from 0 to 9"),
         ("dataset.primary=10", "dataset.primary must be an integer of at least 0 and at most 9, not 10"),
         ("method.lambda_P=-1", "method.lambda_P must be a finite number of at least 0, not -1"),

@@ -54,7 +54,7 @@ def not_converged(outcome: Outcome) -> Iterator[str]:
 
 
 MEANINGS: dict[Callable[[Outcome], Iterator[str]], str] = {
-    diverged: "this is no success of the defense: with these settings the numbers were not finite",
+    diverged: "with these settings the numbers were not finite, which is no success of the defense",
     at_chance: "these attackers stay at chance on the baseline, too, so they say nothing about theta_I",
     blind: "these attackers read features of theta_I that are equal for all rows, so they guess",
     below_chance: "these attackers are worse than chance on theta_I, and inverting their answers would succeed",

@@ -209,9 +209,10 @@ def probabilities(scores: Tensor, labels: Tensor) -> Tensor:
 
 def _signed_root(x: Tensor) -> Tensor:
     size = x.abs()
-    np.sqrt(
-        size.numpy(), out=size.numpy()
-    ) if size.device.type == "cpu" else size.sqrt_()  # torch's takes twice as long
+    if size.device.type == "cpu":
+        np.sqrt(size.numpy(), out=size.numpy())  # torch's takes twice as long
+    else:
+        size.sqrt_()
     return size.copysign_(x)
 
 

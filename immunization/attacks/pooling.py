@@ -335,8 +335,8 @@ def poolings(x: Tensor, last: bool, prefix: int, covariance: bool = True, side: 
     for cells in (2, 3, 4):
         if min(x.shape[2:]) >= cells:
             found[f"{cells}x{cells}"] = F.adaptive_avg_pool2d(x, cells).flatten(1)
-    few = flat.split(max(1, PIECE // max(1, flat[0].numel())))
-    pieces = [_second_moments(part, covariance) for part in few]
+    most = max(1, PIECE // max(1, flat[0].numel())) if flat.device.type == "cpu" else len(flat)
+    pieces = [_second_moments(part, covariance) for part in flat.split(most)]
     return found | {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
 

@@ -59,7 +59,7 @@ class Reading:
     radial: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Fit:
     """What is read, by which rule, and the operations.
 
@@ -77,8 +77,10 @@ class Fit:
     predicted: Tensor
     solved: Solved | None = None
 
-    def nbytes(self) -> int:
-        return self.on_val.nbytes + self.predicted.nbytes + (self.solved[0].nbytes if self.solved else 0)
+    def nbytes(self, tested: int) -> int:
+        """Bytes with the predictions for so many test rows, which come later."""
+        rows = len(self.on_val) + tested
+        return rows * self.on_val[:1].nbytes + (self.solved[0].nbytes if self.solved else 0)
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,8 @@ class Fitter:
         """By the best of `rules` on validation rows, or of all; where no column varies it guesses."""
         rules = tuple(rules or self.rules)
         key = reading, self._origin(reading.blocks), rules, self.asked
-        return self.outputs.remembered(key, partial(self._fit, reading, rules), Fit.nbytes)
+        size = len(self.task.test)
+        return self.outputs.remembered(key, partial(self._fit, reading, rules), lambda fit: fit.nbytes(size))
 
     def _fit(self, reading: Reading, rules: Sequence[Rule]) -> Fit:
         kernel = self.kernel_of(reading)

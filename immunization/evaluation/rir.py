@@ -130,7 +130,7 @@ class RelativeRatio:
             measures.flag(
                 f"noise_floor_{role}",
                 f"{before - probe.resolved} of the {before} directions of the features are now below rounding "
-                f"errors: kappa_{role} is at least as large as shown",
+                f"errors: kappa_{role} is large, and rounding decides its digits",
             )
         task = comparison.tasks[role]
         tolerance = task.tolerance(len(task.train))

@@ -45,7 +45,7 @@ class Bound(Stopping):
         """`limit` is the log of the bound."""
         super().__init__(method, model)
         self.limit, self.multiplier, self.factor = limit, 0.0, 1.0
-        self.ratio = -math.inf  # the last log (ii)
+        self.ratio = -math.inf  # the last log (ii); not in `state_dict`, as it decides how it is measured and no more
         self.allowed: float | None = None  # log (ii) at START, or the target if that is larger
         self.acted = False
         self.every = SELDOM if method.pair.dim > LARGE else 1

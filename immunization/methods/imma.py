@@ -77,11 +77,14 @@ class IMMA(Method):
 
     def join(self, model: Model, methods: Sequence[Method]) -> None:
         """Also heads of the attackers, with a leading dimension; `shared` ones are that of the model."""
+        if self.heads == "shared":
+            self.attackers = dict.fromkeys(self.attackers, model.head)
+            return
         for role, attacker in self.attackers.items():
             own = [method.attackers[role].weight.data for method in methods if isinstance(method, IMMA)]
             stacked = copy.copy(attacker)
             stacked._parameters = {**attacker._parameters, "weight": nn.Parameter(torch.stack(own))}
-            self.attackers = self.attackers | {role: model.head if self.heads == "shared" else stacked}
+            self.attackers = self.attackers | {role: stacked}
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"attackers": {role: w.weight.data for role, w in self.attackers.items()}}

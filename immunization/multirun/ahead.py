@@ -78,7 +78,8 @@ class Prepared:
 class Ahead:
     """What one process knows of its coming jobs, for a launcher that runs one after the other.
 
-    Each job still has its own folder, log, tracker and measures when its turn comes, and the bits that it has alone.
+    Each job still has its own folder, log, tracker and measures when its turn comes, and the bits that it has alone; of
+    `imma`, the numbers up to rounding.
     """
 
     def __init__(self, loader: ConfigLoader, master: DictConfig, jobs: Sequence[Sequence[str]]) -> None:

@@ -29,7 +29,7 @@ class SharedComposition:
         # the options of groups are chosen before all values, wherever they stand
         keys = sorted(re.split("[=@]", word.lstrip("+~"))[0] for word in words if not self._parse(word).chooses)
         twice = any(f"{key}.".startswith(f"{before}.") for before, key in pairwise(keys))  # the order decides
-        if twice or any(key.startswith("hydra.") for key in keys):
+        if twice or any(re.match(r"[+~]*hydra[./]", word) for word in words):
             return self.compose(master, list(words))
         parsed = [self._parse(word) for word in words]
         shape, values = tuple(own.shape for own in parsed), [own.value for own in parsed]

@@ -198,7 +198,7 @@ def _attacks(result: Measured) -> list[str]:
         unclear = f"result of {which} is open: its 95 % interval contains"
         if len(close) > 1:
             unclear = f"results of {which} are open: their 95 % intervals contain"
-        lines.append(f"With {rows} test rows the {unclear} this {measure}.")
+        lines.append(f"With {rows} test rows the {unclear} {threshold:.3f}.")
     if learned and (held := [name for name in finals if name not in learned]):
         lines.append(f"Not learned within the budget: by {', '.join(held)}.")
     if unknown := [name for name in tried if name not in finals]:

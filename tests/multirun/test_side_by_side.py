@@ -1,4 +1,4 @@
-"""Jobs that are trained side by side are, bit for bit, what each of them is alone."""
+"""Jobs that are trained side by side are, bit for bit, what each of them is alone; those of IMMA up to rounding."""
 
 import json
 import sys
