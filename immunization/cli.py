@@ -85,25 +85,28 @@ def cli() -> None:
             print(f"error: {SweepSummary.interrupted()}", file=sys.stderr, flush=True)
         sys.exit(end.code if isinstance(end, Preempted) else 130)
     except TypeError as error:
-        if _VERBOSE or "/hydra/" not in traceback.extract_tb(error.__traceback__)[-1].filename.replace("\\", "/"):
+        if _VERBOSE or "/hydra/" not in _raised_in(error):
             raise
         sys.exit(f"error: {CHOOSE}")
     except (UserError, HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
-        at = traceback.extract_tb(error.__traceback__)[-1].filename.replace("\\", "/")
-        if isinstance(error, ValueError) and "/omegaconf/" in at and "invalid literal for int" in str(error):
-            sys.exit(
-                f"error: a list has no key {str(error).rpartition(': ')[2]}; give all of it, as in suite.images=[5,20]"
-            )
         ours = isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException)
-        if _VERBOSE or (ours and "group override" not in str(error)):
+        of_list = ours and "/omegaconf/" in _raised_in(error) and "invalid literal for int" in str(error)
+        if _VERBOSE or (ours and not of_list and "group override" not in str(error)):
             raise  # a ValueError is a fault of ours, unless it is how Hydra meets method=null
         if isinstance(error, OSError) and not isinstance(error, HydraException):
             said = f"{error}; if that is the run folder, move it with hydra.run.dir=... (hydra.sweep.dir=... for -m)"
+        elif of_list:
+            said = f"a list has no key {str(error).rpartition(': ')[2]}; give all of it, as in suite.images=[5,20]"
         elif ours:
             said = f"{error}: give every group=... the name of an option"
         else:
             said = str(error) if isinstance(error, UserError) else explained(error)
         sys.exit(f"error: {' '.join(said.split())}")
+
+
+def _raised_in(error: Exception) -> str:
+    """The file in which an error was raised, with forward slashes."""
+    return traceback.extract_tb(error.__traceback__)[-1].filename.replace("\\", "/")
 
 
 def _flag_for_option(arguments: Iterable[str]) -> str | None:

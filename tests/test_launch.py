@@ -113,6 +113,12 @@ def test_options(cli, override, message):
     assert "\n" not in said
 
 
+def test_key_of_a_list(cli):
+    assert cli("attack=[standard]", "suite.images.x=9") == (
+        "a list has no key 'x'; give all of it, as in suite.images=[5,20]"
+    )
+
+
 def test_a_multirun_whose_folder_leads_back_to_itself(cli, capsys):
     assert cli("-m", "seed=1,2", "name=${name}").startswith("hydra.sweep.dir: its value leads back to itself")
     assert "Warning" not in capsys.readouterr().err

@@ -4,11 +4,10 @@ import pickle
 import re
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 
@@ -26,20 +25,21 @@ class SharedComposition:
 
     def __call__(self, master: DictConfig, words: Sequence[str]) -> DictConfig:
         """The configuration of the job with these overrides; errors are those of Hydra."""
-        # the options of groups are chosen before all values, wherever they stand
-        keys = sorted(re.split("[=@]", word.lstrip("+~"))[0] for word in words if not self._parse(word).chooses)
-        twice = any(f"{key}.".startswith(f"{before}.") for before, key in pairwise(keys))  # the order decides
-        if twice or any(re.match(r"[+~]*hydra[./]", word) for word in words):
-            return self.compose(master, list(words))
         parsed = [self._parse(word) for word in words]
-        shape, values = tuple(own.shape for own in parsed), [own.value for own in parsed]
+        # the options of groups are chosen before all values, wherever they stand
+        keys = sorted(word.key for word in parsed if not word.chooses)
+        twice = any(f"{key}.".startswith(f"{before}.") for before, key in pairwise(keys))  # the order decides
+        if twice or any(re.match("hydra[./]", word.key) for word in parsed):
+            return self.compose(master, list(words))
+        shape = tuple(word.key if word.varies else text for text, word in zip(words, parsed, strict=True))
         if shape not in self.composed:
             config = self.compose(master, list(words))
             self.composed[shape] = pickle.dumps(config)
             return config
         config = pickle.loads(self.composed[shape])
-        for override in filter(None, values):
-            OmegaConf.update(config, override.key_or_group, override.value())
+        for word in parsed:
+            if word.varies:
+                OmegaConf.update(config, word.key, word.value)
         config.hydra.overrides.task = list(words)
         job = config.hydra.job
         rule = job.config.override_dirname
@@ -47,25 +47,23 @@ class SharedComposition:
         job.override_dirname = rule.item_sep.join(named).replace("=", rule.kv_sep)
         return config
 
-    def _parse(self, word: str) -> "Word":
+    def _parse(self, text: str) -> "Word":
         """Each word is parsed once."""
-        if word not in self.parsed:
-            (override,) = OverridesParser.create().parse_overrides([word])
+        if text not in self.parsed:
+            (override,) = OverridesParser.create().parse_overrides([text])
             key, value = override.key_or_group, override.value()
             plain = not (override.is_delete() or override.is_add() or override.is_force_add())
             group = bool(self.groups_of(key))
-            own = plain and not group and override.package is None and not key.startswith("hydra.")
-            own = own and isinstance(value, str | int | float | None)
+            varies = plain and not group and override.package is None and isinstance(value, str | int | float | None)
             chooses = plain and group and isinstance(value, str | list)
-            self.parsed[word] = Word(key, override, chooses) if own else Word(word, None, chooses)
-        return self.parsed[word]
+            self.parsed[text] = Word(key, value, varies, chooses)
+        return self.parsed[text]
 
 
 class Word(NamedTuple):
-    """What a word adds to the shape of a job, the override whose value is the job's own, if it is one, and whether it
-    chooses the option of a group.
-    """
+    """An override: `varies` if its value may be a job's own, `chooses` if it names the option of a group."""
 
-    shape: str
-    value: Override | None
+    key: str
+    value: Any
+    varies: bool
     chooses: bool
