@@ -313,9 +313,11 @@ def _stacked_loss(logits: Tensor, y: Tensor, twice: bool) -> Tensor:
     if twice:
         return F.binary_cross_entropy_with_logits(logits[..., 0], y, reduction="none").mean(-1)
     z, rows = logits.detach()[..., 0], y.shape[1]
-    # one by one: with several threads, a mean over [J, N] may sum in another order
+    # one by one: with several threads, a mean over [J, N] may sum in another order, and the sigmoid of a number has other
+    # last bits among the last few of a tensor
     value = torch.stack([F.binary_cross_entropy_with_logits(*own) for own in zip(z, y, strict=True)])
-    return by_hand(value, lambda g: [((z.sigmoid() - y) * g[:, None] / rows)[..., None]], logits)
+    share = torch.stack([own.sigmoid() for own in z])
+    return by_hand(value, lambda g: [((share - y) * g[:, None] / rows)[..., None]], logits)
 
 
 def evenly(count: int, most: int) -> Tensor:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from hydra.core.global_hydra import GlobalHydra
 
 from immunization.__main__ import start
@@ -84,6 +85,19 @@ def test_every_file_has_the_bytes_of_a_job_alone(multirun, grid):
     together, alone = of("together"), of("alone")
     assert len(together) == len(alone) > 2
     assert together == alone
+
+
+def test_the_gradient_of_a_loss_in_a_stack_has_the_bits_of_a_job_alone():
+    task = assemble(resolve(compose(QUICK), QUICK)).pair.primary
+
+    def gradient(logits, y):
+        leaf = logits.clone().requires_grad_()
+        return torch.autograd.grad(task.loss(leaf, y).sum(), leaf)[0]
+
+    torch.manual_seed(0)
+    for rows in range(1, 34):  # any number left over behind the vectors of a processor
+        logits, y = torch.randn(50, rows, 1, dtype=torch.float64), (torch.randn(50, rows) > 0).double()
+        assert torch.equal(gradient(logits, y), torch.stack([gradient(*own) for own in zip(logits, y, strict=True)]))
 
 
 ATTACKERS = {
