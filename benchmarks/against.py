@@ -37,6 +37,7 @@ def run(folder: Path, arguments: list[str], until: str = "") -> tuple[float, flo
     """Processor seconds and peak MB of a command; with `until`, wall seconds until it is printed."""
     command = [sys.executable, "-c", "import torch"] if not arguments else [sys.executable, "launch.py", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+    environment["PYTHONDONTWRITEBYTECODE"] = ""  # or every call compiles the project anew, which a user's does once
     before, began, seen = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter(), math.nan
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     with subprocess.Popen(command, cwd=folder, env=environment, **streams) as process:
