@@ -99,7 +99,7 @@ def test_the_quick_track_runs_and_keeps_its_net(root, tmp_path):
     assert {"primary/head_accuracy_baseline", "reference/scratch/final"} <= set(result.metrics)
     assert len(list((tmp_path / "fitted").glob("*.safetensors"))) == 1
     assert Result.read(tmp_path / "run").about["attackers"].keys() >= {"searched_finetune"}
-    with pytest.raises(DataError, match="mini-batches of 64; D_P has 10 training images"):
+    with pytest.raises(DataError, match="mini-batches of 64, and the primary task has 10 training images"):
         run([*options, "dataset.max_samples=3"], folder=tmp_path / "few", quiet=True)
 
 
