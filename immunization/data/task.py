@@ -316,8 +316,8 @@ def _stacked_loss(logits: Tensor, y: Tensor, twice: bool) -> Tensor:
     # one by one: with several threads, a mean over [J, N] may sum in another order, and a number among the last few of
     # a tensor has a sigmoid with other last bits
     value = torch.stack([F.binary_cross_entropy_with_logits(*own) for own in zip(z, y, strict=True)])
-    share = torch.stack([own.sigmoid() for own in z])
-    return by_hand(value, lambda g: [((share - y) * g[:, None] / rows)[..., None]], logits)
+    predicted = torch.stack([own.sigmoid() for own in z])
+    return by_hand(value, lambda g: [((predicted - y) * g[:, None] / rows)[..., None]], logits)
 
 
 def evenly(count: int, most: int) -> Tensor:
