@@ -21,7 +21,7 @@ from immunization.config import CHOOSE
 from immunization.errors import Preempted, UserError
 from immunization.multirun.callback import SweepSummary
 from immunization.terminal import importing, robust_streams
-from immunization.training.signals import imported
+from immunization.training.signals import between_runs, imported
 from immunization.usage import explained, options
 
 _VERBOSE = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -38,6 +38,7 @@ def main(cfg: DictConfig) -> float:
         from immunization.compute.machine import keep_freed_memory
         from immunization.runner import record_failure, run
     imported()
+    between_runs()
     keep_freed_memory()
 
     job = HydraConfig.get()

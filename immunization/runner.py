@@ -115,9 +115,9 @@ def follow(
         if run.path is not None:
             train(config, (), run, Stop(), checkpoint.read(run.path, settings), tables)
             run.result.status = "completed"
-    except (UserError, RuntimeError) as error:  # the first process meets the same error and reports it, or has died
-        if isinstance(error, OtherEnded):
-            print(f"error: {error}", file=sys.stderr, flush=True)
+    except OtherEnded:
+        raise
+    except (UserError, RuntimeError) as error:  # the first process meets the same error and reports it
         raise SystemExit(1) from error
     return run.result
 

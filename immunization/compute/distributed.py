@@ -7,6 +7,7 @@ through the net, and the optimizer gets the sums over all. With one process, eve
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -40,7 +41,10 @@ def own_gpu() -> torch.device:
 
 @contextmanager
 def group(device: str) -> Iterator[None]:
-    """Join the processes that torchrun has started, if it has; nccl between GPUs, gloo between CPUs."""
+    """Join the processes that torchrun has started, if it has; nccl between GPUs, gloo between CPUs.
+
+    Where another process ends, this one says so and leaves by SystemExit: torchrun is about to kill it.
+    """
     if int(os.environ.get("WORLD_SIZE", 1)) < 2 or distributed.is_initialized():
         yield
         return
@@ -54,6 +58,9 @@ def group(device: str) -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
     try:
         yield
+    except OtherEnded as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -36,10 +36,21 @@ def imported() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def between_runs() -> None:
+    """From here on SIGTERM is Preempted where no run listens: before the first one, between two, behind the last."""
+    if signal.getsignal(signal.SIGTERM) is _leave:
+        signal.signal(signal.SIGTERM, _preempt)
+
+
 def _leave(number: int, frame: FrameType | None) -> None:
     """At once: an exception amid the start of an extension becomes an ImportError, and there is nothing to tidy up."""
     print(f"error: {signal.Signals(number).name}: interrupted before the run began", file=sys.stderr, flush=True)
     os._exit(128 + number)
+
+
+def _preempt(number: int, frame: FrameType | None) -> None:
+    print(f"error: {signal.Signals(number).name}: interrupted", file=sys.stderr, flush=True)
+    raise Preempted(128 + number)
 
 
 def end_at_once() -> None:
@@ -49,11 +60,14 @@ def end_at_once() -> None:
 
 
 class Stop:
-    """SIGTERM, Ctrl-C and a cluster launcher's signal: while `held`, a first one waits for a step and a checkpoint."""
+    """SIGTERM, Ctrl-C and a cluster launcher's signal: while `held`, a first one waits for a step and a checkpoint.
+
+    Once the run has `failed`, a first one changes nothing: the failure is being written down.
+    """
 
     def __init__(self) -> None:
         self.asked: int | None = None
-        self.held = False
+        self.held = self.failed = False
         self.raised: BaseException | None = None
         self.before: dict[int, Handler] = {}
 
@@ -82,6 +96,7 @@ class Stop:
         try:
             yield
         except Exception as error:
+            self.failed = True
             if self.raised is None:
                 raise
             raise self.raised from error
@@ -97,11 +112,11 @@ class Stop:
             self.now("interrupted after the last step; resume=true goes on")
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        wait = self.held and self.asked is None
+        wait = (self.held or self.failed) and self.asked is None
         self.asked = number
         if not wait:
             self.now("interrupted; resume=true goes on from the last checkpoint, if there is one")
-        elif number == signal.SIGINT:
+        elif number == signal.SIGINT and self.held:
             print("\ninterrupted: a checkpoint after this step; once more to stop at once", file=sys.stderr, flush=True)
 
     def now(self, message: str) -> None:
@@ -113,7 +128,7 @@ class Stop:
             if submitits and number != signal.SIGTERM:  # which submitit lets pass
                 _hand_over(before, number)
                 return
-            if callable(before) and before is not _leave and not submitits:
+            if callable(before) and before not in (_leave, _preempt) and not submitits:
                 before(number, None)
                 return
             print(f"error: {signal.Signals(number).name}: {message}", file=sys.stderr, flush=True)

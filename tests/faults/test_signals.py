@@ -14,9 +14,10 @@ from helpers.repository import ROOT
 
 from immunization import run, terminal
 from immunization.config import compose
-from immunization.errors import BusyError, ConfigError
+from immunization.errors import BusyError, ConfigError, Diverged
 from immunization.evaluation import Measures
 from immunization.methods.base import Method
+from immunization.multirun.callback import SweepSummary
 from immunization.runner import record_failure
 from immunization.runs.filenames import CHECKPOINT
 from immunization.runs.result import Result
@@ -120,6 +121,38 @@ def test_sigterm_that_an_import_turns_into_an_error_of_its_own_ends_the_run(tmp_
         run(["method=identity", *LONG[:3], "figures=false"], folder=tmp_path / "run")
     assert end.value.code == 143
     assert Result.read(tmp_path / "run").error == "interrupted"
+
+
+def test_sigterm_amid_the_record_of_a_failure_loses_nothing_of_it(tmp_path, monkeypatch):
+    """As by torchrun, which ends the others once one process has died."""
+    writes = Result.write
+
+    def told(*arguments: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        writes(*arguments)
+
+    monkeypatch.setattr(Result, "write", told)
+    options = ("optimizer.lr=1e300", "method.power=inf", "tracker=none", "figures=false")
+    with pytest.raises(Diverged) as end:
+        run(["method=condition_number", *options], folder=tmp_path / "run")
+    result = Result.read(tmp_path / "run")
+    assert (result.status, result.error) == ("failed", str(end.value))
+
+
+def test_sigterm_behind_the_last_job_of_a_multirun_shows_what_is_done(tmp_path, monkeypatch):
+    def told(*_: object, **__: object) -> None:
+        monkeypatch.undo()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(SweepSummary, "on_multirun_end", told)
+    jobs = "method=identity", "seed=0,1", *LONG[:3], "figures=false", f"hydra.sweep.dir={tmp_path / 'sweep'}"
+    done = launched("-m", *jobs, cwd=tmp_path)
+    assert done.returncode == 143
+    assert "2 completed" in done.stdout
+    assert done.stderr.splitlines() == [
+        "error: SIGTERM: interrupted",
+        f"error: interrupted: the same command with hydra.sweep.dir={tmp_path / 'sweep'} resume=true goes on",
+    ]
 
 
 def test_a_run_without_a_terminal_says_where_it_is(tmp_path, monkeypatch, capsys):
