@@ -306,11 +306,11 @@ class _Run:
         task, role, public = self.victim.task, self.victim.role, bool(self.suite and self.suite.theta_0 == "public")
         guess = torch.full((len(task.test),), task.chance, dtype=torch.float64)
         whole = Draw.of(self.attacks, self.whole, self.untouched)
-        worth.measure([whole], guess, None, role, measures, public)
+        worth.measure([whole], guess, None, role, measures, public, len(task.val))
         for images, of_draws in self.few.items():
             first = of_draws.get(0, {})  # who trains a net has this draw alone
             draws = [Draw.of(self.attacks, {**first, **curves}, self.untouched) for curves in of_draws.values()]
-            worth.measure(draws, guess, images, role, measures, public)
+            worth.measure(draws, guess, images, role, measures, public, len(task.val))
 
 
 @contextmanager

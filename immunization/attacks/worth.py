@@ -2,7 +2,8 @@
 
 Validation rows choose the settings and the best attacker. With n training images of each class and within b
 operations, its test accuracy is A_0(n, b) with theta_0, A_I(n, b) with theta_I and A_none(n, b) without the model. An
-attacker with a model may leave it aside, so A_none is at most A_0 and A_I but for noise.
+attacker with a model may leave it aside, so A_none is at most A_0 and A_I but for noise, and for validation rows that
+choose badly. Intervals are those of the attackers that were chosen: they leave this choice out.
 
     worth = A_0 - A_none,    removed = (A_0 - A_I) / (A_0 - A_none)
 
@@ -75,7 +76,8 @@ class Worth:
     """Best accuracies, what theta_0 is worth, how much of it is lost, which share of it, and how much could be.
 
     `partial`: best accuracy and ceiling of those who have only a part of theta_0, by name. All shares are None where
-    theta_0 is worth nothing; the `ceiling` also where nobody leaves the immunized part aside.
+    theta_0 is worth nothing; `removed` also where validation rows chose badly, the `ceiling` where nobody leaves the
+    immunized part aside.
     """
 
     before: float
@@ -98,7 +100,7 @@ def worth(
     """From scores [draws, N] of the best attackers: what each test row adds to their accuracy in each draw.
 
     The rows are the same for all, so that differences are taken row by row. `removed` is None where the interval of the
-    worth holds 0.
+    worth holds 0, or where its own lies above 1: no attacker has to do worse with theta_I than without the model.
     """
     gain = before - without
     value = estimate(gain)
@@ -106,15 +108,20 @@ def worth(
     def share(other: Tensor | None) -> Estimate | None:
         return None if other is None or not value.low > 0 else _share(before - other, gain)
 
+    def ceiling(other: Tensor | None) -> Estimate | None:
+        found = share(other)  # nothing removes more than everything
+        return found and Estimate(min(found.value, 1.0), min(found.low, 1.0), min(found.high, 1.0))
+
+    removed = share(after)
     return Worth(
         before.mean().item(),
         after.mean().item(),
         without.mean().item(),
         value,
         estimate(before - after),
-        share(after),
-        share(left),
-        {name: (scores.mean().item(), share(scores)) for name, scores in (partial or {}).items()},
+        removed if removed and removed.low <= 1 else None,
+        ceiling(left),
+        {name: (scores.mean().item(), ceiling(scores)) for name, scores in (partial or {}).items()},
     )
 
 
@@ -161,11 +168,18 @@ def budgets(draws: Sequence[Draw]) -> list[float]:
 
 
 def measure(
-    draws: Sequence[Draw], guess: Tensor, images: int | None, role: Role, measures: Measures, public: bool = False
+    draws: Sequence[Draw],
+    guess: Tensor,
+    images: int | None,
+    role: Role,
+    measures: Measures,
+    public: bool = False,
+    rows: int | None = None,
 ) -> None:
     """Put what `Worth` holds of the task `role`, with `images` of each class (None: all), and its curves.
 
-    `draws` without an attacker who has the model, or without any, are a reason for it to be missing.
+    `draws` without an attacker who has the model, or without any, are a reason for it to be missing. `rows`: how many
+    validation rows choose attackers.
     """
     if not any(draw.before for draw in draws):
         reason, lost = "no attacker with the model ran", ("worth/lost",) if images is None else ()
@@ -174,7 +188,7 @@ def measure(
             reason = "no attacker takes so few images" if draws else reason
         measures.miss(reason, "worth/theta_0", *lost, "worth/removed", task=role, images=images)
         return
-    put(at(draws, guess, public), measures, role, images)
+    put(at(draws, guess, public), measures, role, images, rows)
     grid, group, few = budgets(draws), of_role("worth", role), "" if images is None else f"_{images}"
     steps = [at(draws, guess, public, budget) for budget in grid]
     for name in ("before", "after", "without"):
@@ -188,7 +202,7 @@ def measure(
         measures.curves[f"{group}/removed{few}"] = removed
 
 
-def put(worth: Worth, measures: Measures, role: Role, images: int | None = None) -> None:
+def put(worth: Worth, measures: Measures, role: Role, images: int | None = None, rows: int | None = None) -> None:
     """Put best accuracies and shares; those that are unknown have a reason."""
     of: dict[str, Any] = {"task": role, "images": images}
     for name in ("before", "after", "without"):
@@ -207,11 +221,20 @@ def put(worth: Worth, measures: Measures, role: Role, images: int | None = None)
             f"with theta_0 the best attacker has {worth.before:.3f}, without the model {worth.without:.3f}: what "
             "the model is worth cannot be told from 0, and no defense of it can be measured"
         )
+        if misled := worth.worth.low > 0:
+            reason = (
+                f"with {images or 'all'} images of each class, the best attacker with theta_I by {rows or 'the'} "
+                f"validation rows has {worth.after:.3f}, the best without the model {worth.without:.3f}: who has "
+                "theta_I can leave it aside, so these rows chose badly, and more are needed"
+            )
         measures.miss(reason, name, low=math.nan, high=math.nan, **of)
-        if images is None:
+        if misled and of_role("worth_misled", role) not in measures.flags:
+            measures.flag(of_role("worth_misled", role), reason)
+        elif images is None and not misled:
             measures.flag(of_role("worth_undetermined", role), reason)
     if worth.ceiling and worth.removed and worth.ceiling.low > 0:
         measures.put("ceiling/worth_attained", worth.removed.value / worth.ceiling.value, **of)
     elif worth.ceiling:
         reason = "what precedes the immunized part serves as well as the whole net"
+        reason = reason if worth.removed else "how much is removed is unknown"
         measures.miss(reason, "ceiling/worth_attained", **of)

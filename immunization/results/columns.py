@@ -506,7 +506,7 @@ WORTH = (
     "Worth removed: the worth is how much more accuracy the best attacker reaches with theta_0 than the best attacker "
     "without the model. The column shows the share of it that immunization takes away, for attackers with so many "
     "images of each class. 0 is no defense. In brackets: the 95 % interval, for several seeds that of their mean. "
-    "Undetermined: the worth of theta_0 may be 0."
+    "Undetermined: the worth of theta_0 may be 0, or validation rows chose badly."
 )
 
 NOTES = {

@@ -169,9 +169,7 @@ def _attacks(result: Measured) -> list[str]:
                 price += f" ({searched} times with the search for settings)"
         count = f"{len(learned)} of {len(tried)} attacks learn {task}"
         count = count if tried[1:] else f"the only attack learns {task}"
-        removed = result.records.get("worth/removed", role)
-        worthless = removed is not None and removed.value is None
-        count = f"{count}{so_far}" if worthless else f"It does not hold{so_far}: {count}"
+        count = f"{count}{so_far}" if _worthless(result, role) else f"It does not hold{so_far}: {count}"
         lines = [f"{count[0].upper()}{count[1:]}; the cheapest, {name}, takes {price}.", *others]
     elif not finals:
         lines = [*others, f"No attack on {task} came to an end."]
@@ -249,12 +247,13 @@ def _worth(result: Measured) -> list[str]:
     line = f"Held-out {measure} on {task_of(role)} of the best attacker by validation rows: "
     line += "{:.3f} with theta_0, {:.3f} with theta_I, {:.3f} without the model".format(*reached)
     removed = records.get("worth/removed", role)
-    if removed is None or removed.value is None:
+    if removed is None or _worthless(result, role):
         return [f"{line}. The worth of theta_0 may be 0, so no defense of it can be measured."]
-    lines = [
-        f"{line}: {removed.value:.2f} of what theta_0 is worth is removed "
-        f"(95 % interval {removed.low:.2f} to {removed.high:.2f})."
-    ]
+    taken = f". How much of what theta_0 is worth is removed is unknown: {removed.reason}."
+    if removed.value is not None:
+        taken = f": {removed.value:.2f} of what theta_0 is worth is removed "
+        taken += f"(95 % interval {removed.low:.2f} to {removed.high:.2f})."
+    lines = [line + taken]
     if (most := records.value("ceiling/worth", task=role)) is not None:
         lines.append(f"Any defense of the changed layers removes at most {max(most, 0):.2f}.")
     few = sorted(r.images for r in records.where(measure="worth/before", task=role) if r.images is not None)
@@ -270,7 +269,13 @@ def _worth(result: Measured) -> list[str]:
         begin = "what was changed" if scope == "trained" else scope
         lines.append(f"A defense that begins at {begin} removes at most {', '.join(said)}.")
     own = [record for n in few if (record := records.get("worth/removed", role, images=n))]
-    shares = [f"{r.value:.2f} ({r.low:.2f} to {r.high:.2f}) with {r.images}" for r in own if r.value is not None]
+    shares = [
+        f"unknown with {r.images}, as validation rows chose badly"
+        if r.value is None
+        else f"{r.value:.2f} ({r.low:.2f} to {r.high:.2f}) with {r.images}"
+        for r in own
+        if not _worthless(result, role, r.images)
+    ]
     if shares:
         lines.append(f"With few images of each class, the share removed is {', '.join(shares)}.")
     if suite := result.about.get(of_role("suite", role)):
@@ -280,6 +285,12 @@ def _worth(result: Measured) -> list[str]:
         older = f", an earlier suite: do not compare with runs of {now}" if now else ""
         lines.append(f"Attackers are those of {suite['version']}{changed}{older}{secret}.")
     return lines
+
+
+def _worthless(result: Measured, role: Role, images: int | None = None) -> bool:
+    """Whether nothing is said of the worth removed because theta_0 may be worth nothing."""
+    removed, theta_0 = (result.records.get(f"worth/{key}", role, images=images) for key in ("removed", "theta_0"))
+    return removed is not None and removed.value is None and not (theta_0 and theta_0.low and theta_0.low > 0)
 
 
 def _blocks(result: Measured) -> list[str]:

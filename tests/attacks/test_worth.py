@@ -27,6 +27,7 @@ from immunization.attacks import (
 from immunization.attacks.worth import Draw, at, best, budgets, put, worth
 from immunization.errors import ConfigError
 from immunization.evaluation.measures import Measures
+from immunization.theory.statistics import Estimate
 
 pytestmark = pytest.mark.usefixtures("few_patches")
 
@@ -82,6 +83,44 @@ def test_intervals_cover_what_is_true(draws, spread):
         found = worth(*torch.bernoulli(chances, generator=generator)).removed
         inside += found.low <= truth <= found.high
     assert 0.93 <= inside / repetitions <= 0.97
+
+
+def test_an_interval_that_is_given_covers_what_is_true_though_few_rows_choose():
+    """Whoever has theta_I should leave it aside, which removes 1; with 20 validation rows, some do not see it."""
+    generator, inside, given, misled = torch.Generator().manual_seed(0), 0, 0, 0
+    guess, chances = torch.zeros(ROWS, dtype=torch.float64), torch.tensor([0.95, 0.7, 0.8], dtype=torch.float64)
+    for _ in range(1000):
+        val = torch.bernoulli(chances[:, None].expand(-1, 20), generator=generator).mean(1)
+        scores = torch.bernoulli(chances[:, None, None].expand(-1, 1, ROWS), generator=generator)
+        groups = [[curve([own], rows, [1.0])] for own, rows in zip(val.tolist(), scores, strict=True)]
+        found = at([Draw(*groups)], guess, public=False)
+        given += found.removed is not None
+        inside += found.removed is not None and found.removed.low <= 1 <= found.removed.high
+        misled += found.removed is None and found.worth.low > 0
+    assert given > 500
+    assert misled > 0.1 * given  # their intervals lie above it
+    assert inside >= 0.97 * given
+
+
+def test_validation_rows_that_choose_badly_are_told():
+    """They find all of them equal, so that the attacker with theta_I counts, who is worse than the one without."""
+    guess = torch.full((ROWS,), 0.1, dtype=torch.float64)
+    before, after, without = (curve([1.0], hits(a, i), [1.0]) for i, a in enumerate((0.9, 0.2, 0.6)))
+    found = at([Draw([before], [after], [without], [after], {"half": [after]})], guess, public=False)
+    assert (found.after, found.removed) == (after.test, None)
+    assert found.ceiling == found.partial["half"][1] == Estimate(1, 1, 1)  # nothing removes more than everything
+    measures = Measures()
+    put(found, measures, "unseen", rows=50)
+    assert measures.reasons["ceiling_unseen/worth_attained"] == "how much is removed is unknown"
+    put(found, measures, "unseen", 5, rows=50)
+    assert measures.metrics["worth_unseen/removed"] is measures.metrics["worth_unseen/removed_5"] is None
+    assert "with 5 images of each class" in measures.reasons["worth_unseen/removed_5"]
+    assert measures.metrics["worth_unseen/lost"] == pytest.approx(found.before - found.after)
+    assert list(measures.flags) == ["worth_misled_unseen"]
+    told = f"theta_I by 50 validation rows has {found.after:.3f}, the best without the model {found.without:.3f}"
+    assert told in measures.flags["worth_misled_unseen"]
+    noisy = at([Draw([before], [curve([1.0], hits(0.6, 3), [1.0])], [without])], guess, public=False)
+    assert noisy.removed.low < 1 < noisy.removed.high  # it may lie above by chance
 
 
 def test_attackers_are_chosen_on_validation_rows_within_the_budget():

@@ -15,7 +15,12 @@ PAGE = (ROOT / "docs" / "flags.md").read_text()
 
 
 def flag_of(node: ast.expr) -> str | None:
-    """The name of a flag as the page writes it, `few_samples_<role>`; None where the code passes one on."""
+    """The name of a flag as the page writes it, `few_samples_<role>`; None where the code passes one on.
+
+    `of_role("name", role)` is `name`, which the page says of all that have a task at their end.
+    """
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "of_role":
+        node = node.args[0]
     if isinstance(node, ast.JoinedStr):
         return "".join(part.value if isinstance(part, ast.Constant) else placeholder(part) for part in node.values)
     return node.value if isinstance(node, ast.Constant) else None

@@ -134,6 +134,20 @@ def test_what_the_model_is_worth_comes_first():
     assert held.startswith("It does not hold")
 
 
+def test_what_is_removed_is_unknown_where_validation_rows_chose_badly():
+    result = audited(probe=0.9)
+    for end, more in (("", 0.0), ("_low", -0.1), ("_high", 0.1)):
+        result.metrics |= {f"worth/theta_0{end}{images}": 0.4 + more for images in ("", "_5")}
+        result.metrics |= {f"worth/removed{end}{images}": None for images in ("", "_5", "_10")}
+    result.metrics |= {"worth/before": 0.8, "worth/after": 0.2, "worth/without": 0.4, "worth/before_5": 0.8}
+    result.metrics |= {"worth/before_10": 0.4}  # it is worth nothing there
+    result.reasons["worth/removed"] = "they chose badly"
+    first, few, held, *_ = verdict([result])
+    assert first.endswith("How much of what theta_0 is worth is removed is unknown: they chose badly.")
+    assert few == "With few images of each class, the share removed is unknown with 5, as validation rows chose badly."
+    assert held.startswith("It does not hold")  # which a model that is worth nothing cannot
+
+
 def test_few_rows_leave_it_open():
     assert undecided(audited(touched=0.853, learned=0.882)) == ["touched", "learned"]
     assert undecided(audited(rows=68_000, touched=0.853, learned=0.882)) == []
