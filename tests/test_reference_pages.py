@@ -9,6 +9,7 @@ import pytest
 import yaml
 from helpers.repository import ROOT
 
+from immunization.attacks import ProbeAttack
 from immunization.runs.records import query_of
 
 with pytest.MonkeyPatch.context() as patch:
@@ -62,6 +63,13 @@ def test_every_attacker_has_a_row_that_says_what_it_reads() -> None:
         assert all(cell.strip() for cell in row.strip("|").split("|"))
     assert "`standard`" in re.search(r"^\| `read_weights` .*$", table, re.M)[0]
     assert "nothing" in re.search(r"^\| `raw_inputs` .*$", table, re.M)[0]
+
+
+def test_the_page_names_every_attacker_without_an_intercept() -> None:
+    said = re.search(r"\*\*Intercepts\.\*\*.*? have none either", (ROOT / "docs" / "attackers.md").read_text(), re.S)[0]
+    attackers = {path.stem: path for path in (CONF / "attack").glob("*.yaml") if path.stem not in references.SUITES}
+    without = {name for name, path in attackers.items() if issubclass(references.target(path), ProbeAttack)}
+    assert set(re.findall(r"`(\w+)`", said)) == without
 
 
 def test_every_method_has_a_section_with_its_idea_and_options() -> None:

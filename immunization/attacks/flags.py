@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from immunization.attacks.outcome import Outcome, listed
 from immunization.data.task import LEARNED, MARGIN
 from immunization.runs.records import Stage
+from immunization.theory.statistics import ROUNDING
 
 PLACES: dict[Stage, str] = {"immunized": "theta_I", "baseline": "the baseline", "start": "theta_0"}
 
@@ -34,6 +35,13 @@ def below_chance(outcome: Outcome) -> Iterator[str]:
         yield outcome.name
 
 
+def below_majority(outcome: Outcome) -> Iterator[str]:
+    """An attack on uneven classes that is less accurate, on the baseline or theta_I, than guessing the largest one."""
+    worst = min(outcome.before.final, outcome.after.final)
+    if not outcome.failed and outcome.majority >= outcome.chance + MARGIN and worst < outcome.majority - ROUNDING:
+        yield outcome.name
+
+
 def capped(outcome: Outcome) -> Iterator[str]:
     """An attack that does not get there within its steps, and how many these are."""
     if outcome.capped:
@@ -58,6 +66,8 @@ MEANINGS: dict[Callable[[Outcome], Iterator[str]], str] = {
     at_chance: "these attackers stay at chance on the baseline, too, so they say nothing about theta_I",
     blind: "these attackers read features of theta_I that are equal for all rows, so they guess",
     below_chance: "these attackers are worse than chance on theta_I, and inverting their answers would succeed",
+    below_majority: "these attackers are less accurate, on the baseline or on theta_I, than who guesses the most "
+    "frequent class of the test rows; on uneven classes this happens to linear probes, which have no intercept",
     capped: f"these attackers do not come {LEARNED:.0%} of the way from chance to their best on the baseline, so all "
     "their steps count",
     edge: "these attackers fail with the smallest or largest setting tried; a wider range may do better",

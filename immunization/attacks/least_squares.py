@@ -136,6 +136,9 @@ class ProbeCurves:
 class ProbeAttack(Attack):
     """A linear head w on frozen features, 1/2 ||F w - Y||^2, no bias, w_0 = 0, full batches.
 
+    The paper's probe has no bias either. Without one, on uneven classes, it may be less accurate than guessing the
+    largest class, also where `scaling` gives features mean 0.
+
     Subclasses `descend`. `scaling` is what the attacker does to the features first: nothing but one factor for all
     (`none`), every column to unit length (`columns`: a diagonal preconditioner), or mean 0 and standard deviation 1
     over the training rows (`standard`).

@@ -19,12 +19,16 @@ EXCESSES = {"1e-2": 1e-2, "1e-4": 1e-4}
 
 @dataclass
 class Outcome:
-    """The curve of one attack on every stage; `chance` is the task's measure of guessing."""
+    """The curve of one attack on every stage; `chance` is the task's measure of guessing.
+
+    `majority` is the share of test rows that have the most frequent class; 0 for a regression.
+    """
 
     name: str
     attack: Attack
     chance: float
     curves: Mapping[Stage, AttackCurve]
+    majority: float = 0.0
 
     def __post_init__(self) -> None:
         self.after, self.before = self.curves["immunized"], self.curves["baseline"]

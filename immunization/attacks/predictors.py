@@ -47,7 +47,10 @@ class Neighbours(Predictor, group="attack.neighbours"):
 
 
 class LogisticProbe(Predictor):
-    """scikit-learn's logistic regression on whitened features, for every C of `strengths`; a step is an iteration."""
+    """scikit-learn's logistic regression, with a bias, on whitened features, for every C of `strengths`.
+
+    A step is an iteration.
+    """
 
     setting_name, tries = "C", "strengths"
     natural_ends = False

@@ -95,7 +95,10 @@ class WhitenedProbe(ProbeAttack):
 
 
 class ClosedFormProbe(ProbeAttack):
-    """Ridge regression by one SVD, w = V S / (S^2 + ridge) c, for `ridges` relative to lambda_1, as one step."""
+    """Ridge regression by one SVD, w = V S / (S^2 + ridge) c, for `ridges` relative to lambda_1, as one step.
+
+    No bias.
+    """
 
     setting_name, tries = "ridge", "ridges"
     order = None

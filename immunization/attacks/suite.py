@@ -134,7 +134,7 @@ def run_attacks(
         if attack.reference:
             references[name] = curves["baseline"]
         else:
-            outcomes.append(Outcome(name, attack, victim.task.chance, curves))
+            outcomes.append(Outcome(name, attack, victim.task.chance, curves, victim.task.majority))
             outcome.put(outcomes[-1], role, victim.task.measure_name, measures)
     for flag, reason in flags_of(outcomes).items():
         measures.flag(of_role(flag, role), reason)

@@ -19,10 +19,10 @@ def curve(test: list[float], **facts: object) -> AttackCurve:
     return AttackCurve(steps, 10.0 * steps, measure, measure, setting=0.3, **facts)
 
 
-def raised(after: AttackCurve, before: AttackCurve | None = None) -> dict[str, str]:
+def raised(after: AttackCurve, before: AttackCurve | None = None, majority: float = 0.0) -> dict[str, str]:
     """Flags of one attack called `it`, and the words behind the meaning of each."""
     curves = {"immunized": after, "baseline": curve(WORKS) if before is None else before}
-    found = flags_of([Outcome("it", LinearProbe(), 0.5, curves)])
+    found = flags_of([Outcome("it", LinearProbe(), 0.5, curves, majority)])
     return {flag: reason.rpartition(": ")[2] for flag, reason in found.items()}
 
 
@@ -47,6 +47,15 @@ def test_below_chance(best, found):
     flags = raised(curve([0.4, *[best] * 5]))
     assert ("attacks_below_chance" in flags) is found
     assert flags["attacks_capped"] == "it (6)"
+
+
+@pytest.mark.parametrize(("majority", "found"), [(0.9, False), (0.901, True), (0.54, False)])
+def test_below_majority(majority, found):
+    """On either stage; of classes that are almost even, chance says the same."""
+    assert ("attacks_below_majority" in raised(curve(WORKS), majority=majority)) is found
+    assert ("attacks_below_majority" in raised(curve(WORKS), curve([0.5, 0.6]), majority=majority)) is (majority > 0.6)
+    assert ("attacks_below_majority" in raised(curve([0.5]), majority=majority)) is (majority > 0.6)
+    assert "attacks_below_majority" not in raised(curve([torch.nan] * 6), majority=majority)
 
 
 @pytest.mark.parametrize(("best", "found"), [(0.859, True), (0.86 - 1e-13, False)])

@@ -9,11 +9,13 @@ from helpers.victims import classes, victim_of
 from torch import Tensor
 
 from immunization.attacks import (
+    LBFGS,
     Adam,
     Attack,
     AttackCurve,
     ClosedFormProbe,
     Inapplicable,
+    LogisticProbe,
     Momentum,
     run_attacks,
 )
@@ -123,3 +125,15 @@ def test_a_bar_that_the_most_frequent_class_passes_is_named(few, named):
     measures.merge(LearningCurves()(victim.comparison))
     flags = {"attacks_passed_by_majority", "passed_by_majority_harmful"}
     assert flags & set(measures.flags) == (flags if named else set())
+
+
+def test_probes_without_an_intercept_fall_short_of_the_most_frequent_class():
+    """One row in ten is of a class that a hyperplane away from 0 tells apart."""
+    x = gaussian(1500, 6, seed=0)
+    task = Task("uneven", *map(Split, x.split(500), (x[:, 0] > 1.28).long().split(500)), classes=2)
+    attacks = {"ridge": ClosedFormProbe(), "lbfgs": LBFGS(steps=20), "logistic": LogisticProbe()}
+    measures = run_attacks(attacks, victim_of(task, EYE))
+    finals = {name: measures.metrics[f"attack/{name}/final"] for name in attacks}
+    assert max(finals["ridge"], finals["lbfgs"]) < 0.75 < task.majority - 0.1 < 0.95 < finals["logistic"]
+    assert measures.flags["attacks_below_majority"].endswith("no intercept: ridge, lbfgs")
+    assert "attacks_passed_by_majority" not in measures.flags  # the bar lies above it
