@@ -288,7 +288,7 @@ def _worth(result: Measured) -> list[str]:
 
 
 def _worthless(result: Measured, role: Role, images: int | None = None) -> bool:
-    """Whether the worth removed has no figure because theta_0 may be worth nothing."""
+    """Whether the worth removed has no number because theta_0 may be worth nothing."""
     removed, theta_0 = (result.records.get(f"worth/{key}", role, images=images) for key in ("removed", "theta_0"))
     return removed is not None and removed.value is None and not (theta_0 and theta_0.low and theta_0.low > 0)
 
