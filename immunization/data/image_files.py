@@ -31,8 +31,10 @@ SUFFIXES = frozenset(suffix for own in FORMATS.values() for suffix in own)
 READ_AS = "upright, first frame"
 """What else than the files decides the pixels; part of the name under which what is computed from them is kept."""
 
-KINDS = {"1": "black and white", "L": "gray", "LA": "gray", "I": "16 bit"}
+KINDS = {"1": "black and white", "L": "gray", "LA": "gray"}
 """Modes of Pillow in words; others are known by their names (CMYK, RGBA, P)."""
+DEEP, DARK = "16 bit", "16 bit, all below 4096"
+"""Kinds of images of more than 8 bits. No file says what its white is: the second may hold 8 or 12 bits in 16."""
 ORIENTATION = 0x0112
 UPRIGHT = dict(zip(range(2, 9), (0, 3, 1, 5, 4, 6, 2), strict=True))
 """Pillow's transposition for each value of the EXIF tag."""
@@ -79,7 +81,10 @@ def decoded(stream: BinaryIO, name: str, mode: str = "RGB") -> tuple[Image, list
 def _converted(image: Image, mode: str) -> tuple[Image, list[str]]:
     from PIL import Image
 
-    kinds = [] if image.mode == "RGB" else [KINDS.get(image.mode.partition(";")[0], image.mode)]
+    kinds = [] if image.mode == "RGB" or image.mode[0] == "I" else [KINDS.get(image.mode, image.mode)]
+    deep = image.mode[0] == "I" or ";16" in str(
+        image.tile and image.tile[0]
+    )  # of colors Pillow reads the upper 8 bits alone
     if image.size == (1, 1):
         kinds.append("1 x 1 pixel")
     if getattr(image, "is_animated", False):
@@ -95,8 +100,13 @@ def _converted(image: Image, mode: str) -> tuple[Image, list[str]]:
         values = np.asarray(upright)
         if upright.mode == "F" or values.min() < 0 or values.max() >= 2**16:
             raise ValueError("its pixels have neither 8 nor 16 bits")
+        if values.min() < values.max() < 2**8:
+            raise ValueError("its pixels have 16 bits, all below 256, which would be black: save it with 8 bits")
         upright = Image.fromarray((values >> 8).astype(np.uint8))  # the upper 8; Pillow itself would clip at 255
-    return upright.convert(mode), kinds
+    converted = upright.convert(mode)
+    if deep:
+        kinds.append(DARK if np.max(converted) < 2**4 else DEEP)
+    return converted, kinds
 
 
 def _orientation(image: Image) -> int:

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from immunization.compute import randomness
+from immunization.data.image_files import DARK, DEEP
 from immunization.data.images import Unreadable, unreadable
 from immunization.errors import DataError
 from immunization.runs import files
@@ -206,6 +207,9 @@ def collect(
         if kinds:
             among = ", ".join(f"{kind}: {count}" for kind, count in kinds.most_common())
             log.info("%s, all read as RGB with 8 bits; among them %s", title, among)
+        if kinds[DARK] and not kinds[DEEP]:
+            told = "%s, of which all %d of 16 bits are below 4096, so nearly black as they are read: save %s"
+            log.warning(told, title, kinds[DARK], "them with 8 bits, or with values up to 65535")
         y = torch.cat(labels)
         for name, kept in rows.items():
             done = Activations(kept.all(len(y)), y, tuple(bad))

@@ -371,6 +371,7 @@ def test_what_no_decoder_may_choose_is_unreadable_and_named(tmp_path):
     (place / "eps.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 4 4\n%%EndComments\nshowpage\n")
     good.save(place / "ico.png", "ICO")
     Image.fromarray(np.random.default_rng(0).random((4, 4)).astype(np.float32)).save(place / "floats.tif")
+    Image.fromarray(np.arange(256, dtype=np.int32).reshape(16, 16)).save(place / "deep.tif")
     (place / "link.png").symlink_to("nowhere.png")
     (place / "folder.png").mkdir()
     (place / "empty.png").touch()
@@ -379,6 +380,7 @@ def test_what_no_decoder_may_choose_is_unreadable_and_named(tmp_path):
         "eps.png": "no image of JPEG, PNG, ",
         "ico.png": "no image of JPEG, PNG, ",
         "floats.tif": "its pixels have neither 8 nor 16 bits",
+        "deep.tif": "its pixels have 16 bits, all below 256, which would be black: save it with 8 bits",
         "link.png": "the link leads nowhere",
         "absent.png": "the file is gone",
         "folder.png": "it is not a regular file",

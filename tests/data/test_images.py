@@ -12,6 +12,7 @@ from helpers.nets import build, open_pair
 from PIL import Image
 
 from immunization.data import image_folders
+from immunization.data.image_files import DARK, read_image
 from immunization.data.task import SPLITS
 from immunization.errors import ConfigError, DataError
 
@@ -151,6 +152,32 @@ def test_images_of_other_kinds_are_counted_and_keep_their_content(roots, tmp_pat
     assert set(line.removeprefix(start).split(", ")) == {"16 bit: 1", "gray: 2", "CMYK: 1", "1 x 1 pixel: 1"}
     sixteen, eight = tasks.harmful.train.x[:2]
     assert (sixteen == eight).all()
+
+
+def test_images_of_16_bits_that_are_all_nearly_black_are_told(roots, caplog):
+    """12 bits in 16: the file does not say so. Beside one with larger values they are dark images."""
+    place, ramp = roots[1] / "train/class0", np.arange(36 * 40, dtype=np.uint16).reshape(36, 40)
+    Image.fromarray(ramp).save(place / "0.png")
+    Image.fromarray(np.zeros_like(ramp)).save(place / "1.png")  # a black image stays black
+    colors = b"".join(b"\0" + row.repeat(3).astype(">u2").tobytes() for row in ramp)  # which Pillow does not write
+    parts = (
+        (b"IHDR", bytes([0, 0, 0, 40, 0, 0, 0, 36, 16, 2, 0, 0, 0])),
+        (b"IDAT", zlib.compress(colors)),
+        (b"IEND", b""),
+    )
+    chunks = (len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4) for kind, data in parts)
+    (place / "2.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    assert [read_image(str(place / f"{i}.png"))[1] for i in range(3)] == [[DARK]] * 3
+    assert np.array_equal(*(np.asarray(read_image(str(place / f"{i}.png"))[0]) for i in (0, 2)))
+    told = "harmful/train: 18 images, of which all 3 of 16 bits are below 4096, so nearly black as they are read"
+    pair = open_pair(roots, None, val_fraction=0.0)
+    build(pair).read(pair, True)
+    assert told in caplog.text
+    caplog.clear()
+    Image.fromarray(16 * ramp).save(place / "3.png")
+    pair = open_pair(roots, None, val_fraction=0.0)
+    build(pair).read(pair, True)
+    assert "nearly black" not in caplog.text
 
 
 def test_a_source_without_its_package_says_what_to_do(monkeypatch, folders, capsys):
