@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,6 +43,9 @@ NAMES = re.compile(rf"(?P<role>({'|'.join(KINDS)})(_(?!val_|test_|[xy]$)[\w.-]+?
 SPLIT = re.compile(r"_(val|test)$")
 TRAIN, VALIDATION = re.compile(r"_train(?=_[xy]$)"), re.compile(r"_(valid|validation|dev)(?=_[xy]$)")
 """Other names of splits, which would be those of further tasks."""
+LAST = {"train": 1, "valid": 1, "validation": 1, "dev": 1, "val": 1, "test": 1, "x": 2, "y": 2}
+"""The order of words in a name of an array: first the role, then other words, splits, x or y."""
+USUAL_NAMES = [f"{kind}{split}_{end}" for kind in KINDS for split in ("", "_val", "_test") for end in "xy"]
 NORMALIZED = {
     "shared": "mean and std (ddof = 1) of the training rows of primary and harmful task together",
     "each": "mean and std (ddof = 1) of each task's training rows",
@@ -101,8 +105,9 @@ def arrays(
         )
     generator, codes, classes, labels = torch.Generator().manual_seed(seed), dict[str, Tensor](), {}, {}
     rows: dict[str, dict[str, tuple[str, Tensor]]] = {}
-    for role in (roles := _roles(y, source)):
-        own, classes[role], labels[role] = _coded(role, y, places.get(role, source), targets)
+    for role in (roles := _roles(y, source, "" if encoder else "_x")):
+        unlabeled = encoder.unlabeled[role] if encoder else 0
+        own, classes[role], labels[role] = _coded(role, y, places.get(role, source), targets, unlabeled)
         strata = own[role] if classes[role] else torch.zeros(len(own[role]))
         fractions = (
             0.0 if f"{role}_{s}" in own else share for s, share in (("val", val_fraction), ("test", test_fraction))
@@ -122,12 +127,13 @@ def arrays(
         }
         tasks[role] = Task(role, **splits, classes=classes[role], eps=eps[role])
     _refuse_shared_rows(tasks)
-    binary = [role for role, task in tasks.items() if not task.classes and len(task.train.y.unique()) == 2]
-    if binary and targets == "auto":
-        log.warning(
-            "the targets of %s are floats of two values, taken as regression; for labels set dataset.targets=classes",
-            " and ".join(binary),
-        )
+    few = []
+    for role, y in ((role, task.train.y) for role, task in tasks.items() if not task.classes):
+        if (values := len(y.unique())) == 2 or (2 * values <= len(y) and (y == y.round()).all()):
+            few.append(f"{role} ({values} values)")
+    if few and targets == "auto":
+        told = "the targets of %s are floats, taken as regression; for labels set dataset.targets=classes"
+        log.warning(told, " and ".join(few))
     about = {"data": source, "normalize": NORMALIZED[normalize], "labels": labels} | (encoder.about if encoder else {})
     pair = standardize_targets(standardize(TaskPair.of(name, tasks, about), normalize))
     return finish(pair, common_range)
@@ -137,18 +143,24 @@ def _frames(tables: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
     """DataFrames given from Python, without their index. Raises ConfigError for other values and names."""
     import pandas as pd
 
+    frames = {}
     for key, frame in tables.items():
-        if not NAMES.fullmatch(f"{key}_x"):
+        meant = _meant(key if NAMES.fullmatch(key) else f"{key}_x")
+        if meant != f"{key}_x" or not NAMES.fullmatch(meant):
+            remedy = f"rename it to {meant[:-2]!r}; " if NAMES.fullmatch(meant) else ""
             raise ConfigError(
-                f"tables: {key!r} names no task; tasks are {', '.join(KINDS)}, further ones <kind>_<name>"
+                f"tables: {key!r} names no task; {remedy}tasks are {', '.join(KINDS)}, further ones <kind>_<name>"
             )
         if isinstance(frame, str):
             raise ConfigError(
                 f"dataset.tables: {key!r} was a DataFrame in Python; give it again, immunization.run(..., tables=...)"
             )
-        if not isinstance(frame, pd.DataFrame) or frame.empty or not frame.columns.is_unique:
-            raise ConfigError(f"tables[{key!r}] must be a pandas.DataFrame with rows, and columns of different names")
-    return {key: frame.reset_index(drop=True).rename(columns=str) for key, frame in tables.items()}
+        if not isinstance(frame, pd.DataFrame) or frame.empty:
+            raise ConfigError(f"tables[{key!r}] must be a pandas.DataFrame with rows")
+        frames[key] = frame.reset_index(drop=True).rename(columns=str)
+        if len(twice := frames[key].columns[frames[key].columns.duplicated()]):
+            raise ConfigError(f"tables[{key!r}] has several columns {twice[0]!r}; names are read as text: rename one")
+    return frames
 
 
 def _target_names(target: str | Mapping[str, Any], keys: Iterable[str]) -> dict[str, str]:
@@ -178,16 +190,20 @@ def _files(**given: str | Sequence[str] | None) -> dict[str, Path]:
     return files
 
 
-def _roles(keys: Iterable[str], source: str) -> list[str]:
-    """Roles of the tasks, in the order in which they draw their splits: no task changes those before it."""
+def _roles(keys: Collection[str], source: str, end: str) -> list[str]:
+    """Roles of the tasks, in the order in which they draw their splits: no task changes those before it.
+
+    `end` is what follows the role in a name that the user gives. Raises DataError for tasks that are lacking.
+    """
     roles = list(dict.fromkeys(SPLIT.sub("", key) for key in keys))
-    if lacking := next((role for role in ("primary", "harmful") if role not in roles), None):
-        raise DataError(f"{source} lacks the array '{lacking}_x'; it holds those of {', '.join(roles) or 'no task'}")
+    if lacking := next((role for role in ("primary", "harmful", *roles) if role not in keys), None):
+        what = f"{source} lacks the array" if end else "dataset.tables lacks the DataFrame"
+        raise DataError(f"{what} '{lacking}{end}'; it holds those of {', '.join(keys) or 'no task'}")
     further = sorted({*roles} - {*KINDS}, key=lambda role: (KINDS.index(kind_of(role)), roles.index(role)))
     for role in further:
         if kind_of(role) == "primary" or kind_of(role) not in roles:
             remedy = "there is one primary task" if kind_of(role) == "primary" else "name the first of its kind"
-            raise DataError(f"'{role}_x': {remedy} '{kind_of(role)}_x', further ones '<kind>_<name>_x'")
+            raise DataError(f"'{role}{end}': {remedy} '{kind_of(role)}{end}', further ones '<kind>_<name>{end}'")
     return sorted([*(kind for kind in KINDS if kind in roles), *further], key=lambda role: kind_of(role) == "unseen")
 
 
@@ -210,9 +226,12 @@ def _refuse_shared_rows(tasks: dict[str, Task]) -> None:
             log.warning(told, second)
 
 
-def _coded(role: str, y: Mapping[str, np.ndarray], place: str, targets: Targets) -> tuple[dict[str, Tensor], int, str]:
+def _coded(
+    role: str, y: Mapping[str, np.ndarray], place: str, targets: Targets, unlabeled: int
+) -> tuple[dict[str, Tensor], int, str]:
     """The targets of a task by name, float64 or codes of classes; the number of classes, 0 for none; and a line on it.
 
+    `unlabeled` rows were left out because they miss the target.
     Raises ConfigError for targets of which `targets` does not say what they are, DataError for a class that is empty.
     """
     own = {key: y[key] for key in (role, f"{role}_val", f"{role}_test") if key in y}
@@ -237,7 +256,10 @@ def _coded(role: str, y: Mapping[str, np.ndarray], place: str, targets: Targets)
         )
         raise ConfigError(f"{where} holds {len(classes)} different {held} in {len(y[role])} rows; {remedy}")
     if len(classes) < 2:
-        raise DataError(f"{where} holds one class only, {classes[0]}; give rows of two classes or more")
+        lost = f"; {unlabeled} rows without a label were left out: a class called NA, None or null is read as missing"
+        raise DataError(
+            f"{where} holds one class only, {classes[0]}; give rows of two classes or more{lost if unlabeled else ''}"
+        )
     for key, part in own.items():
         if len(unknown := part[~np.isin(part, classes)]):
             raise DataError(
@@ -313,14 +335,27 @@ def _tensor(array: np.ndarray, key: str) -> Tensor:
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
+def _meant(name: str) -> str:
+    """The name of an array that is read, if `name` has its words in another order, case or spelling of a split."""
+    if not NAMES.fullmatch(name):
+        words = [word for word in re.split(r"[\W_]+", name.lower()) if word]
+        name = "_".join(sorted(words, key=lambda word: (LAST.get(word, 0), word not in KINDS)))
+    return TRAIN.sub("", VALIDATION.sub("_val", name))
+
+
 def _known(names: Iterable[str], path: Path) -> list[str]:
     """Those of the `names` in a file that are read; raises DataError for one that is meant to be."""
-    names = list(names)
+    known, ignored = [], []
     for name in names:
-        own = name if NAMES.fullmatch(name) else re.sub(r"[\W_]+", "_", name).lower()
-        meant = TRAIN.sub("", VALIDATION.sub("_val", own))
-        if meant != name and NAMES.fullmatch(meant):
-            raise DataError(f"{path} holds '{name}', which names no array that is read; rename it to '{meant}'")
-    if ignored := [name for name in names if not NAMES.fullmatch(name) and name.endswith(("_x", "_y"))]:
+        found = NAMES.fullmatch(meant := _meant(name))
+        if found and meant == name:
+            known.append(name)
+        elif found and not found["role"].startswith("primary_"):  # there is one primary task
+            remedy = f"rename it to '{meant}', or leave it out"
+            raise DataError(f"{path} holds '{name}', which names no array that is read; {remedy}")
+        else:
+            near = get_close_matches(name.lower(), USUAL_NAMES, 1)
+            ignored.append(f"{name} (closest name: {near[0]})" if near else name)
+    if ignored:
         log.warning("%s: not read are %s; tasks are %s", path, ", ".join(ignored), ", ".join(KINDS))
-    return [name for name in names if NAMES.fullmatch(name)]
+    return known

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 Missing = Literal["refuse", "mean", "median", "drop"]
 Kind = Literal["numbers", "booleans", "dates", "durations", "categories"]
+NUMBERS = ("integer", "floating", "mixed-integer-float", "decimal", "boolean")
+"""What pandas calls columns of numbers, whatever they are stored as."""
 TAKEN = {"dates": "days since 1970-01-01", "durations": "days", "booleans": "0 and 1"}
 GAP = "(missing)"
 """The category that missing ones become."""
@@ -33,10 +35,14 @@ CODED = "number classes 0, 1, ..."
 
 
 class Column(NamedTuple):
-    """A column of a table: `values` are float64, or text of categories, and NaN for gaps."""
+    """A column of a table: `values` are float64, or text of categories, and NaN for gaps.
+
+    `known` are the values beside gaps, in the type of numbers that they are even if they were stored as objects.
+    """
 
     kind: Kind | None  # None: nothing but gaps
     values: pd.Series
+    known: pd.Series
     listed: bool = False  # as categories, by the user
     single: bool = False  # stored in fewer than 64 bits
 
@@ -45,21 +51,26 @@ def column_of(field: pd.Series, path: str, listed: bool = False) -> Column:
     """What a column of a table holds; categories if they are `listed`. Raises DataError for what is of no Kind."""
     import pandas as pd
 
+    if isinstance(field.dtype, pd.SparseDtype):
+        field = field.sparse.to_dense()
     held = pd.api.types.infer_dtype(field, skipna=True)
     known = field[~(field.isna() | ((field == "").fillna(True) if held == "string" else False))]
+    known = known.infer_objects() if held in NUMBERS else known
     kind: Kind | None = None
     single = False
     if known.empty:
         values = known.astype(float)
     elif listed or held == "categorical":
         kind, values, listed = "categories", known.astype(str), True
+        if held in NUMBERS:
+            values = values.str.removesuffix(".0")  # pandas makes floats of integers where one is missing
     elif held.startswith("timedelta"):
         kind, values = "durations", pd.to_timedelta(known) / pd.Timedelta(days=1)
     elif held.startswith(("date", "period")):
         kind, values = "dates", _days(known.map(lambda time: getattr(time, "start_time", time)))
-    elif held in ("integer", "floating", "mixed-integer-float", "decimal", "boolean"):
+    elif held in NUMBERS:
         kind, values = "booleans" if held == "boolean" else "numbers", known.astype(float)
-        rounded = field.dtype.kind == "f" and field.dtype.itemsize < 8
+        rounded = known.dtype.kind == "f" and known.dtype.itemsize < 8
         single = rounded and not are_integers(torch.from_numpy(values.to_numpy(copy=True)), EPS32).all()
     elif held == "string":
         kind, values = _text(known, path)
@@ -69,7 +80,7 @@ def column_of(field: pd.Series, path: str, listed: bool = False) -> Column:
     if kind == "numbers" and np.isinf(values).any():
         _refuse(known, np.isinf(values), path, "is not finite: correct it, or empty the field if it is missing")
     stored = values.astype(object if kind == "categories" else float)
-    return Column(kind, stored.reindex(field.index), listed, single)
+    return Column(kind, stored.reindex(field.index), known, listed, single)
 
 
 def _text(known: pd.Series, path: str) -> tuple[Kind, pd.Series]:
@@ -115,12 +126,13 @@ def _refuse(field: pd.Series, wrong: pd.Series, path: str, why: str) -> NoReturn
     raise DataError(f"{path}, data row {row + 1}, column {field.name}: '{field[row]}' {why}")
 
 
-def target_of(field: pd.Series, path: str, column: Column) -> np.ndarray:
-    """Targets [rows] of a column without gaps: int64, float64, or the text of classes.
+def target_of(rows: pd.Index, path: str, column: Column) -> np.ndarray:
+    """Targets [rows] of a column in rows without gaps: int64, float64, or the text of classes.
 
-    Raises DataError for dates and for integers that are not exact.
+    Floats of a column with gaps are int64 if all are integers: pandas has no other integers beside NaN. Raises
+    DataError for dates and for integers that are not exact.
     """
-    values = column.values[field.index]
+    values, field = column.values[rows], column.known[rows]
     if column.kind == "categories":
         return values.to_numpy(str)
     if column.kind in ("dates", "durations"):
@@ -129,6 +141,9 @@ def target_of(field: pd.Series, path: str, column: Column) -> np.ndarray:
         )
     if field.dtype.kind in "biu" and (field.dtype.kind != "u" or field.max() <= np.iinfo(np.int64).max):
         return field.to_numpy(np.int64)  # float64 would not keep every digit
+    known, gaps = column.known, len(column.known) < len(column.values)
+    if known.dtype.kind == "f" and gaps and are_integers(torch.tensor(known.to_numpy(float)), EPS).all():
+        return values.to_numpy(np.int64)
     if field.dtype.kind != "f" and values.abs().max() > 2**53 and (values == values.round()).all():
         raise DataError(f"{path}: the target {field.name} has integers above 2^53, which are not exact; {CODED}")
     return values.to_numpy(float)
@@ -139,7 +154,7 @@ class Tables:
 
     Rows that miss a value are refused or, by `missing`, left out, at once; other gaps are filled by `encode`.
     Of the rows that are left, `inputs` holds the columns, `targets` what `target_of` makes of them, and `rows` their
-    numbers in the table; `eps` is the epsilon of the inputs as they are stored.
+    numbers in the table; `eps` is the epsilon of the inputs as they are stored. `unlabeled` counts missing targets.
     """
 
     def __init__(
@@ -158,6 +173,7 @@ class Tables:
         self.targets: dict[str, np.ndarray] = {}
         self.rows: dict[str, Tensor] = {}
         self.eps: dict[str, float] = {}
+        self.unlabeled: dict[str, int] = {}
         names = _input_columns(frames, paths, targets, drop, categorical)
         columns: dict[str, dict[str, Column]] = {}
         for key, frame in frames.items():
@@ -165,7 +181,11 @@ class Tables:
             own = {name: column_of(frame[name], path, name in categorical) for name in [*names, target]}
             values = pd.DataFrame({name: column.values for name, column in own.items()})
             values = values[self._complete(values.isna(), target, path)]
-            self.targets[key] = target_of(frame.loc[values.index, target], path, own.pop(target))
+            self.targets[key] = target_of(values.index, path, label := own.pop(target))
+            if self.targets[key].dtype.kind == "i" and label.known.dtype.kind == "f":
+                told = f"{path}: {target}, whole numbers beside missing ones"
+                self._say("targets read as integers", f"{told}; as floats with dataset.targets=regression")
+            self.unlabeled[key] = int(label.values.isna().sum())
             self.inputs[key], columns[key] = values[names], own
             self.rows[key] = torch.from_numpy(values.index.to_numpy(np.int64, copy=True))
             self.eps[key] = EPS32 if any(column.single for column in own.values()) else EPS
@@ -269,6 +289,12 @@ def _input_columns(
     categorical: Sequence[str],
 ) -> list[str]:
     """The columns of inputs, which all tables have, in the order of the first. Raises ConfigError and DataError."""
+    for key, frame in frames.items():
+        if frame.columns.nlevels > 1:
+            raise DataError(
+                f"{paths[key]} has column names of {frame.columns.nlevels} levels, such as {frame.columns[0]}; expected"
+                " one name for each column: frame.columns = ['_'.join(map(str, name)) for name in frame.columns]"
+            )
     known = list(dict.fromkeys(name for frame in frames.values() for name in frame))
     for option, names in (("drop", drop), ("categorical", categorical)):
         if unknown := [name for name in names if name not in known]:

@@ -154,6 +154,10 @@ def test_values_whose_squares_leave_the_range_of_floats(matrices, stored, scale,
         ({"benign-X": np.ones((60, 5))}, ("'benign-X'", "rename it to 'benign_x'")),
         ({"harmful_valid_x": np.ones((3, 5))}, ("'harmful_valid_x'", "rename it to 'harmful_val_x'")),
         ({"harmful_train_y": np.ones(3)}, ("'harmful_train_y'", "rename it to 'harmful_y'")),
+        ({"primary_x_test": np.ones((3, 5))}, ("'primary_x_test'", "rename it to 'primary_test_x', or leave it out")),
+        ({"y_harmful_Dev": np.ones(3)}, ("'y_harmful_Dev'", "rename it to 'harmful_val_y'")),
+        ({"harmful_x_cats": np.ones((3, 5))}, ("'harmful_x_cats'", "rename it to 'harmful_cats_x'")),
+        ({"benign_test_x": np.ones((3, 5)), "benign_test_y": np.ones(3)}, ("lacks the array 'benign_x'",)),
     ],
     ids=str,
 )
@@ -236,7 +240,11 @@ def test_names_of_further_tasks_and_of_what_is_not_read(matrices, stored, caplog
     further = {f"harmful_{name}_{end}": matrices[f"primary_{end}"] + by for name, by in names.items() for end in "xy"}
     other = {"harmful2_x": np.ones((3, 5)), "unsen_y": np.ones(3), "ids": np.arange(60)}
     assert {"harmful_Cats", "harmful_b.c-2"} <= set(read(stored(further | other)).tasks)
-    assert "not read are harmful2_x, unsen_y; tasks are primary, harmful, benign, unseen" in caplog.text
+    told = "not read are harmful2_x (closest name: harmful_x), unsen_y (closest name: unseen_y), ids; tasks are primary"
+    assert told in caplog.text
+    caplog.clear()
+    read(stored(primary_x_mean=np.ones(5), harmful_test=np.ones(3)))
+    assert "not read are primary_x_mean (closest name: primary_x), harmful_test (closest name: harmful_t" in caplog.text
 
 
 @pytest.mark.parametrize("base", [0, 2**53, 2**62])
@@ -257,14 +265,14 @@ def test_targets_of_a_table_beyond_int64(matrices, tables):
     assert (pair.primary.classes, pair.harmful.classes) == (0, 2)  # large floats and booleans
 
 
-def test_float_targets_of_two_values_are_said_to_be_a_regression(stored, caplog):
-    two = stored(harmful_y=np.arange(80) % 2.0)
-    assert read(two).harmful.classes == 0
-    told = (
-        "the targets of harmful are floats of two values, taken as regression; for labels set dataset.targets=classes"
-    )
-    assert [record.getMessage() for record in caplog.records] == [told]
+def test_float_targets_that_may_be_labels_are_said_to_be_a_regression(stored, caplog):
+    for targets, values in ((np.arange(80) % 2 + 0.5, 2), (np.arange(80) % 7.0, 7)):
+        caplog.clear()
+        assert read(stored(harmful_y=targets)).harmful.classes == 0
+        told = f"the targets of harmful ({values} values) are floats, taken as regression; for labels set"
+        assert [record.getMessage() for record in caplog.records] == [f"{told} dataset.targets=classes"]
     caplog.clear()
+    assert read(stored(harmful_y=np.arange(80) % 7 + 0.5)).harmful.classes == 0
     two = stored(harmful_y=np.arange(80) % 2.0, primary_y=np.arange(60) % 2.0)
     assert [read(two, targets=targets).harmful.classes for targets in ("classes", "regression")] == [2, 0]
     assert not caplog.records

@@ -166,11 +166,91 @@ def test_columns_of_different_kinds_or_names_are_refused(frames):
     refused(DataError, "different columns: only one has extra", "dataset.drop=[extra]", frames=odd)
     assert read(odd, drop=["extra"]).dim == 6
     refused(ConfigError, "dataset.drop: there is no column nope; there are when, amount", frames=frames, drop=["nope"])
-    refused(ConfigError, "'Primary' names no task; tasks are primary", frames={"Primary": frame(0)} | frames)
+    meant = {"Primary": "primary", "primary_train": "primary", "harmful_x": "harmful"}
+    for key, right in (meant | {"harmful_valid": "harmful_val", "test_primary": "primary_test"}).items():
+        told = f"tables: {key!r} names no task; rename it to {right!r}; tasks are primary, harmful"
+        refused(ConfigError, told, frames={key: frame(2)} | frames)
+    refused(ConfigError, "'first' names no task; tasks are primary", frames={"first": frame(2)} | frames)
+    refused(DataError, "tables lacks the DataFrame 'harmful'; it holds those of primary", frames={"primary": frame(0)})
+    odd = frames | {"benign_test": frame(2)}
+    refused(DataError, "lacks the DataFrame 'benign'; it holds those of primary, harmful, benign_test", frames=odd)
     refused(ConfigError, "was a DataFrame in Python; give it again", frames={"primary": "sha256-0"} | {"harmful": "x"})
     refused(
         ConfigError, "dataset.targets=regression: the targets of primary are text", frames=frames, targets="regression"
     )
+
+
+def test_names_of_columns_that_are_not_one_text_each_are_refused(frames):
+    levels = {role: table.set_axis(pd.MultiIndex.from_product([table, [""]]), axis=1) for role, table in frames.items()}
+    refused(DataError, "tables['primary'] has column names of 2 levels, such as ('when', '')", frames=levels)
+    flat = {
+        role: table.set_axis(["_".join(map(str, name)) for name in table], axis=1) for role, table in levels.items()
+    }
+    assert same(read(flat, target="label_"), read(frames))  # as the message says
+    twice = frames | {"harmful": frame(1, **{"1": 0.5}).assign(**{"x": 0.25}).rename(columns={"x": 1})}
+    refused(ConfigError, "tables['harmful'] has several columns '1'", frames=twice)
+
+
+@pytest.mark.parametrize("kind", ["int64", "bool", "float32", "float64", "uint8"])
+@pytest.mark.parametrize("stored", [object, "Sparse"])
+def test_columns_count_by_what_they_hold_however_they_are_stored(kind, stored):
+    draw, native, other = np.random.default_rng(0), {}, {}
+    for role in ("primary", "harmful"):
+        values = {name: draw.choice([0, 1.1, 2.7], N).astype(kind) for name in ("a", "b", "label")}
+        native[role] = pd.DataFrame(values).assign(c=draw.normal(size=N))
+        kinds = dict.fromkeys(values, object if stored is object else pd.SparseDtype(kind))
+        other[role] = native[role].astype(kinds)
+        if stored is object and kind == "float32":  # pandas has made Python's floats of them
+            other[role] = other[role].assign(**{name: other[role][name].map(np.float32) for name in values})
+    expected, pair = (read(tables, targets="auto") for tables in (native, other))
+    assert same(pair, expected)
+    assert (pair.harmful.classes > 0) == (not kind.startswith("float"))
+    assert (pair.about["labels"], pair.harmful.eps) == (expected.about["labels"], expected.harmful.eps)
+
+
+def test_integer_labels_beside_missing_ones_are_those_of_the_file(tmp_path, caplog):
+    """A DataFrame has floats where a label is missing: with the row left out they are integers again, as in CSV."""
+    draw = np.random.default_rng(0)
+    label = pd.Series(draw.choice([3, 5, 8], N), dtype="Int64").where(np.arange(N) != 4)
+    whole = {role: pd.DataFrame({"x": draw.normal(size=N), "label": label}) for role in ("primary", "harmful")}
+    kinds = {"file": "Int64", "floats": float, "objects": object}
+    pairs = {}
+    for name, kind in kinds.items():
+        caplog.clear()
+        tables = {role: table.astype({"label": kind}) for role, table in whole.items()}
+        files = {f"{role}_csv": str(tmp_path / f"{role}.csv") for role in tables}
+        for role, table in tables.items():
+            table.to_csv(files[f"{role}_csv"], index=False)
+        options = {"target": "label", "normalize": "none", "missing": "drop"}
+        for source in (files, {"tables": tables}):
+            pairs[name] = data.arrays(0, **source, **options)
+            assert pairs[name].about["labels"] == dict.fromkeys(whole, "classes [3, 5, 8] coded 0 to 2")
+            assert same(pairs[name], pairs["file"])
+        told = "targets read as integers: tables['harmful']: label, whole numbers beside missing ones; as floats with"
+        assert (told in caplog.text) == (name == "floats")
+    assert read(tables, missing="drop", targets="regression").harmful.classes == 0
+    tables["harmful"].loc[7, "label"] = 3.5
+    assert [task.classes for task in read(tables, missing="drop").tasks.values()] == [3, 0]
+
+
+def test_the_only_class_beside_rows_that_were_left_out_is_said_so(tmp_path):
+    files = {f"{role}_csv": str(tmp_path / f"{role}.csv") for role in ("primary", "harmful")}
+    for seed, path in enumerate(files.values()):
+        table = frame(seed)
+        table.assign(label=table.label.where(table.label == "ja", "NA")).to_csv(path, index=False)
+    lost = (frame(0).label != "ja").sum()
+    told = f"holds one class only, ja; give rows of two classes or more; {lost} rows without a label were left out"
+    fails(DataError, told, "NA", call=data.arrays, seed=0, target="label", missing="drop", **files)
+
+
+def test_listed_numbers_are_the_same_categories_beside_missing_ones(frames):
+    codes = np.random.default_rng(0).choice([7, 10], N)
+    tables = {role: table.assign(code=codes) for role, table in frames.items()}
+    columns = read(tables, categorical=["code"]).about["columns"]
+    tables["harmful"].loc[3, "code"] = np.nan  # which makes floats of the others
+    pair = read(tables, categorical=["code"], missing="mean")
+    assert pair.about["columns"] == [*columns[:-2], "code_(missing)", "code_10", "code_7"]
+    assert columns[-2:] == ["code_10", "code_7"]
 
 
 def test_listed_columns_are_categories_whatever_they_hold(tmp_path):
