@@ -82,9 +82,8 @@ def _converted(image: Image, mode: str) -> tuple[Image, list[str]]:
     from PIL import Image
 
     kinds = [] if image.mode == "RGB" or image.mode[0] == "I" else [KINDS.get(image.mode, image.mode)]
-    deep = image.mode[0] == "I" or ";16" in str(
-        image.tile and image.tile[0]
-    )  # of colors Pillow reads the upper 8 bits alone
+    # of 16 bits of a color, Pillow reads the upper 8 alone
+    deep = image.mode[0] == "I" or (bool(image.tile) and ";16" in str(image.tile[0]))
     if image.size == (1, 1):
         kinds.append("1 x 1 pixel")
     if getattr(image, "is_animated", False):
