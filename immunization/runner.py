@@ -25,7 +25,7 @@ from immunization.results.screen import present
 from immunization.runs import files
 from immunization.runs.filenames import ATTACKS, REFUSED, settings_file
 from immunization.runs.folder import RunFolder, in_words, log
-from immunization.runs.origin import audited
+from immunization.runs.origin import audited, moved
 from immunization.runs.records import of_role
 from immunization.runs.result import Result
 from immunization.runs.resume import completed
@@ -97,7 +97,7 @@ def run(
             with run.recording(), stop.unmasked(), heartbeat(aloud=not quiet and not sys.stderr.isatty()):
                 run.begin(config, overrides)
                 experiment, parts = train(config, overrides, run, stop, state, tables, quiet, ahead)
-                measure(experiment, parts, run, flags)
+                measure(experiment, parts, run, moved(config, parts.inputs, parts.pair.origins) | flags)
             present(run.result, run.trackers, quiet, experiment.figures, experiment.objective)
     return run.result
 

@@ -16,7 +16,7 @@ from immunization.runs.environment import command_of
 from immunization.runs.filenames import CONFIG, LOST, REFUSED, RUN_LOG
 from immunization.runs.numbers import unspelled
 from immunization.runs.result import Result
-from immunization.runs.resume import read_config, result_settings
+from immunization.runs.resume import differing_inputs, read_config, recorded_inputs, result_settings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,7 +102,7 @@ class Run:
         return self.track, _key(self.settings, lambda name: True), self.result.seed
 
 
-Kind = Literal["failed", "interrupted", "requeued", "lost", "unfinished", "unreadable", "repeated"]
+Kind = Literal["failed", "interrupted", "requeued", "lost", "unfinished", "unreadable", "repeated", "of other inputs"]
 
 
 @dataclass
@@ -157,7 +157,8 @@ def collect(paths: Iterable[str | Path]) -> Collection:
     """Read every run folder at or below `paths`; a path may also be a result.json, or a row of the leaderboard.
 
     Runs that did not complete, files that cannot be read or are of another schema, and all but the last of runs that
-    are the same in everything become problems. Raises DataError if a path does not exist or there is no run at all.
+    are the same in configuration and seed become problems; one of other inputs than the last says so. Raises DataError
+    if a path does not exist or there is no run at all.
     """
     collection = Collection()
     latest: dict[tuple[str, str, int], Run] = {}
@@ -186,8 +187,14 @@ def collect(paths: Iterable[str | Path]) -> Collection:
             continue
         if before := latest.get(run.identity):
             older, run = sorted((before, run), key=lambda r: _file(r.folder).stat().st_mtime)
-            message = f"the same configuration and seed as {run.folder}, which is newer"
-            collection.problems.append(Problem(older.folder, "repeated", message))
+            message, kind = f"the same configuration and seed as {run.folder}, which is newer", "repeated"
+            if other := differing_inputs(recorded_inputs(older.folder), recorded_inputs(run.folder)):
+                kind = "of other inputs"
+                message += (
+                    f", but another content of {', '.join(other)}: give the folders one by one, or make runs on "
+                    "changed data under another dataset.name"
+                )
+            collection.problems.append(Problem(older.folder, kind, message))
         latest[run.identity] = run
     collection.runs = sorted(latest.values(), key=lambda run: _natural(run.folder))
     if not collection.runs and not collection.problems:

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
+from torch import Tensor
 
 from immunization.errors import ConfigError, DataError
 from immunization.runs import files
-from immunization.runs.filenames import ORIGINAL, weights_of
+from immunization.runs.filenames import ORIGINAL, ROWS, weights_of
 from immunization.runs.net_facts import net_of
-from immunization.runs.resume import different, literal, read_config
+from immunization.runs.resume import different, differing_inputs, literal, read_config, recorded_inputs
 
-NET = "immunization.models.Timm"
+NET, DATA = "immunization.models.Timm", "dataset "  # DATA begins the names of data among the inputs of a run
 
 PLACES = ("root", "download", "cache", "cache_limit", "workers", "batch_size", "name")
 """Keys of `dataset` that say where the data are and how they are read, but not which they are."""
@@ -51,6 +52,30 @@ def audited(config: DictConfig, overrides: Iterable[str]) -> tuple[DictConfig, d
     differing = ", ".join(different(kept, mine, "dataset."))
     reason = f"model.checkpoint was made on other data than it is audited on ({differing})"
     return config, {"other_data": reason} if differing else {}
+
+
+def moved(config: DictConfig, inputs: Mapping[str, Any], origins: Mapping[str, tuple[str, Tensor]]) -> dict[str, str]:
+    """The flag `other_data` of an audit whose data have another content than those that made its checkpoint.
+
+    The run folder of the checkpoint says what they were. One that does not gives no flag.
+    """
+    if config.immunize is not False or not config.model.get("checkpoint"):
+        return {}
+    folder = weights_of(Path(config.model.checkpoint).expanduser()).parent
+    changed = [name for name in differing_inputs(recorded_inputs(folder), inputs) if name.startswith(DATA)]
+    if not changed:
+        return {}
+    try:
+        kept = files.read_tensors(folder / ROWS)[0]
+    except DataError:
+        kept = {}
+    told, places = [], {name: rows for name, (_, rows) in origins.items()}
+    for role in dict.fromkeys(name.removeprefix(DATA).partition("/")[0] for name in changed):
+        splits = [f"{role}/{split}" for split in ("train", "val", "test")]
+        before, now = ([len(rows.get(name, ())) for name in splits] for rows in (kept, places))
+        counts = f"{' + '.join(map(str, before))} rows, now {' + '.join(map(str, now))}"
+        told.append(f"{role}: {counts if any(before) and before != now else 'other rows'}")
+    return {"other_data": f"model.checkpoint was made on other data than it is audited on ({'; '.join(told)})"}
 
 
 def _made_with(checkpoint: Path) -> dict[str, Any] | None:

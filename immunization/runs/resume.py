@@ -131,14 +131,20 @@ def check_inputs(folder: Path, now: Mapping[str, Any]) -> None:
 
     One that is not there any more is only warned of.
     """
-    before, now = recorded_inputs(folder), files.plain(now)
+    before = recorded_inputs(folder)
     if gone := [name for name in before if name not in now]:
         log.warning("%s: no longer there: %s; the result is kept", folder, ", ".join(gone))
-    if changed := [name for name in before if name in now and not _same(before[name], now[name])]:
+    if other := differing_inputs(before, now):
         raise DataError(
-            f"{folder} does not match this run any more: the content of {', '.join(changed)} has changed. It stays "
+            f"{folder} does not match this run any more: the content of {', '.join(other)} has changed. It stays "
             "as it is; another folder (hydra.run.dir=..., with -m hydra.sweep.dir=...) runs on what is there now"
         )
+
+
+def differing_inputs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Names of the inputs of two runs that have another content in the second; what one of them lacks is left out."""
+    now = files.plain(now)
+    return [name for name in before if name in now and not _same(before[name], now[name])]
 
 
 def _same(before: object, now: object) -> bool:

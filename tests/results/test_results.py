@@ -1,7 +1,9 @@
 """From run folders to tables: what is collected, what is left out and named, and the statistics."""
 
 import hashlib
+import json
 import math
+import os
 import runpy
 import shutil
 import sys
@@ -194,6 +196,19 @@ def test_the_same_run_twice_counts_once(sweep):
     assert [problem.kind for problem in collection.problems] == ["repeated"]
     assert collection.problems[0].folder.name == "0_condition_number"
     assert max(run.result.metrics["rir"] for run in collection.runs) == 500.0
+
+
+@pytest.mark.parametrize(("content", "kind"), [("b", "of other inputs"), ("a", "repeated")])
+def test_runs_on_other_data_are_no_repeats(content, kind, tmp_path):
+    for name, own in (("old", "a"), ("new", content)):
+        inputs = {"dataset primary/train": "same", "dataset harmful/train": own}
+        (make_run(tmp_path / name) / "environment.json").write_text(json.dumps({"inputs": inputs}))
+        os.utime(tmp_path / name / "result.json", (10.0 * (name == "new"),) * 2)
+    collection = collect([tmp_path])
+    (problem,) = collection.problems
+    assert collection.counts() == f"1 completed, 1 {kind}"
+    assert problem.folder.name == "old"
+    assert ("another content of dataset harmful/train: give" in problem.message) is (content == "b")
 
 
 def test_different_preparations_are_never_averaged(sweep):

@@ -2,8 +2,10 @@
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
+from helpers.data_files import IMAGES, image_pair
 from helpers.runs import DEEP, QUICK
 
 from immunization import load, run
@@ -47,6 +49,38 @@ def test_the_command_line_wins_and_the_verdict_says_so(made, tmp_path):
     assert other.verdict[0] == f"Note: {other.reasons['other_data']}."
     same = run([*options[:-1], "dataset=digits"], folder=tmp_path / "same")
     assert "other_data" not in same.flags
+
+
+def test_arrays_that_were_overwritten_are_other_data(tmp_path):
+    def write(rows, seed):
+        x = np.random.default_rng(seed).normal(size=(2, rows, 6))
+        tasks = {f"{role}_x": own for role, own in zip(("primary", "harmful"), x, strict=True)}
+        np.savez(tmp_path / "p.npz", **tasks, **{f"{key[:-1]}y": own[:, 0] for key, own in tasks.items()})
+
+    options = ["dataset=arrays", f"dataset.path={tmp_path}/p.npz", "method=closed_form", "evaluation=[rir]"]
+    write(60, 0)
+    run([*options, "tracker=none", "figures=false"], folder=tmp_path / "run")
+    audit = [*AUDIT, f"model.checkpoint={tmp_path / 'run'}"]
+    write(60, 0)  # other bytes, perhaps, of the same rows
+    assert "other_data" not in run(audit, folder=tmp_path / "same").flags
+    write(50, 1)
+    other = run(audit, folder=tmp_path / "fewer")
+    made, now = (" + ".join(str(round(rows * share)) for share in (0.7, 0.1, 0.2)) for rows in (60, 50))
+    assert f"audited on (primary: {made} rows, now {now}; harmful: {made} rows" in other.reasons["other_data"]
+    assert other.verdict[0].startswith("Note: model.checkpoint was made on other data")
+    write(60, 1)
+    assert "(primary: other rows; harmful: other rows)" in run(audit, folder=tmp_path / "other").reasons["other_data"]
+    (tmp_path / "run" / "environment.json").unlink()  # a folder that does not say what its data were
+    assert "other_data" not in run(audit, folder=tmp_path / "unknown").flags
+
+
+def test_images_that_were_added_make_other_data(tmp_path):
+    image_pair(tmp_path)
+    options = [option.replace("{tmp}", str(tmp_path)) for option in IMAGES]
+    run([*options, "tracker=none", "figures=false", "evaluation=[rir]"], folder=tmp_path / "run")
+    shutil.copy(next((tmp_path / "h" / "train").rglob("*.png")), tmp_path / "h" / "train" / "class0" / "more.png")
+    reason = run([*AUDIT, f"model.checkpoint={tmp_path / 'run'}"], folder=tmp_path / "audit").reasons["other_data"]
+    assert reason.endswith("than it is audited on (harmful: 12 + 0 + 4 rows, now 13 + 0 + 4)")
 
 
 def test_weights_alone_leave_their_data_unknown(tmp_path):
