@@ -26,7 +26,7 @@ from immunization.errors import ConfigError, DegenerateSpectrum
 from immunization.evaluation import Comparison, LearningCurves, evaluate
 from immunization.evaluation.convergence import faster
 from immunization.evaluation.own_head import head_at_chance
-from immunization.evaluation.validity import few_rows
+from immunization.evaluation.validity import doubts, few_rows
 from immunization.experiment import Experiment, resolve
 from immunization.methods import Unmodified
 from immunization.models import Linear, Model, Timm
@@ -264,7 +264,8 @@ def audit(
     if isinstance(model, LinearMap):  # which comes without a head
         parts.model.set_head(comparison.probe("primary", "immunized").optimum().T)
     with waiting("measuring"):
-        measures = evaluate({} if primary_loader is None else experiment.evaluation, comparison)
+        alone = primary_loader is None
+        measures = doubts(comparison, ["harmful"]) if alone else evaluate(experiment.evaluation, comparison)
     measures.merge(attacked(experiment, comparison, parts.start))
     result = Result(seed, "loaders", parts.model.name, "unmodified", "completed")
     result.take(measures)

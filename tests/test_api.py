@@ -461,6 +461,48 @@ def test_an_audit_by_harmful_data_alone(net):
         immunization.audit(theta, harmful_loader=rows, attacks=["closed_form_probe"])
 
 
+def test_an_audit_by_harmful_data_alone_says_where_test_rows_were_trained_on(net):
+    x, y = loader(3, 1, 48).dataset.tensors
+    splits = {split: DataLoader(TensorDataset(x.clone(), y), batch_size=16) for split in ("train", "test")}
+    result = immunization.audit(net, harmful_loader=splits, reference=net, attacks=["neighbours"])
+    assert result.reasons["test_rows_seen_harmful"].startswith("48 of 48 test rows have features and label of a train")
+    splits["test"] = DataLoader(TensorDataset(*loader(3, 2, 48).dataset.tensors), batch_size=16)
+    result = immunization.audit(net, harmful_loader=splits, reference=net, attacks=["neighbours"])
+    assert not [name for name in result.flags if name.startswith(("test_rows", "other_ref", "untested"))]
+
+
+def small(outputs, *, widths=(16, 16), wrap=lambda net: net):
+    torch.manual_seed(1)
+    layers = [nn.Flatten(), nn.Linear(768, widths[0]), nn.ReLU(), nn.Linear(*widths), nn.ReLU()]
+    return wrap(nn.Sequential(*layers, nn.Linear(widths[1], outputs)))
+
+
+def test_the_head_of_a_reference_with_other_outputs_is_not_compared():
+    """Its features are."""
+    result = immunization.audit(small(4), loader(4, 0), loader(3, 1), small(3), attacks=["neighbours"])
+    assert result.metrics["primary/head_accuracy"] is not None
+    assert result.metrics["rir"] == pytest.approx(1, rel=1e-4)
+    assert "other_reference" not in result.flags
+    for name in ("primary/head_accuracy_baseline", "primary/changed_predictions", "deployment/accuracy_int8_baseline"):
+        assert result.metrics[name] is None
+        assert result.reasons[name] == "the reference has 3 outputs, the model 4: they mean other classes"
+
+
+@pytest.mark.parametrize(
+    ("reference", "reason"),
+    [
+        (partial(small, 9, wrap=nn.Sequential), None),
+        (partial(small, 4, widths=(16, 20)), "2 of 4 parameters of the model and 2 of 4 of the reference have no"),
+    ],
+    ids=["wrapped", "wider"],
+)
+def test_a_reference_of_another_architecture_is_told(reference, reason):
+    model = immunization.immunize(small(4), loader(4, 0), loader(3, 1), "closed_form", ridge=1e-2)
+    result = immunization.audit(model, harmful_loader=loader(3, 1), reference=reference(), attacks=["neighbours"])
+    assert ("other_reference" in result.flags) is (reason is not None)
+    assert reason is None or result.verdict[0].startswith(f"Note: {reason}")
+
+
 def test_labels_are_recoded_also_where_the_training_reads_the_loaders(net):
     """Some outputs of the model are primary classes; harmful labels may be any integers."""
 

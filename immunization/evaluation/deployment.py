@@ -17,7 +17,7 @@ from immunization.errors import ConfigError
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.convergence import held_out_curve, step_grid, steps_to
 from immunization.evaluation.measures import Measures
-from immunization.evaluation.own_head import NOT_KEPT, nets_of
+from immunization.evaluation.own_head import NOT_KEPT, foreign, nets_of
 from immunization.models.formats import FORMATS, in_format, products
 from immunization.runs.interpretation import SLOWER
 from immunization.runs.records import STAGES, Record, Role, Stage
@@ -80,21 +80,22 @@ class Deployment(Component, group="evaluation.deployment"):
             measures.miss(reason, *(f"deployment/accuracy_{form}" for form in self.forms), stage=STAGES)
         else:
             for form in self.forms:
-                self._own_task(comparison.tasks["primary"], form, nets, own, measures)
+                self._own_task(comparison, form, nets, own, measures)
         self._harmful_task(comparison, nets, own.images, measures)
         return measures
 
     def _own_task(
-        self, task: Task, form: str, nets: Mapping[Stage, nn.Module | None], own: Images, measures: Measures
+        self, comparison: Comparison, form: str, nets: Mapping[Stage, nn.Module | None], own: Images, measures: Measures
     ) -> None:
         """Measure the heads of both nets in a format."""
-        accuracy = dict[Stage, float]()
+        task, outputs, accuracy = comparison.tasks["primary"], comparison.model.head.out_features, dict[Stage, float]()
         for stage, net in nets.items():
             reason = "" if net is not None else NOT_KEPT
             if net is not None:
                 try:
                     logits = outputs_in(net, form, own.images, own.images)[1]
-                    accuracy[stage] = task.measure(logits.to(own.labels.device), own.labels).item()
+                    if not (reason := foreign(task, logits, outputs) or ""):
+                        accuracy[stage] = task.measure(logits.to(own.labels.device), own.labels).item()
                 except Exception as error:  # the net's code has no such operation in the format
                     reason = _fails(form, error)
             measures.add(Record(f"deployment/accuracy_{form}", accuracy.get(stage), stage=stage, reason=reason))

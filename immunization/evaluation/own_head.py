@@ -13,7 +13,7 @@ from immunization.compute.machine import onto
 from immunization.data.class_folders import Order
 from immunization.data.image_folders import Crop, open_task
 from immunization.data.images import ImagePair, ImageTask
-from immunization.data.task import MARGIN
+from immunization.data.task import MARGIN, Task
 from immunization.errors import ConfigError, DataError
 from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures
@@ -45,6 +45,13 @@ def head_at_chance(accuracy: float, chance: float, majority: float = 0.0) -> str
     )
 
 
+def foreign(task: Task, logits: Tensor, outputs: int) -> str | None:
+    """Why the head that gave `logits` [N, C] is none for the classes of a model with `outputs`; None if it may be."""
+    if logits.shape[1] in (outputs, task.outputs):
+        return None
+    return f"the reference has {logits.shape[1]} outputs, the model {outputs}: they mean other classes"
+
+
 class OwnHead:
     """Held-out accuracy and loss of the net's own primary head, before and after, and the predictions that changed.
 
@@ -67,10 +74,16 @@ class OwnHead:
             measures.miss(reason, "changed_predictions", **of)
             return measures
         logits = {"immunized": comparison.model.logits(task.test.x), "baseline": before}
-        for stage in STAGES:
+        if reason := foreign(task, before, logits["immunized"].shape[1]):
+            measures.miss(reason, "head_accuracy", "head_loss", stage=("baseline",), **of)
+            measures.miss(reason, "changed_predictions", **of)
+            del logits["baseline"]
+        for stage in logits:
             accuracy, (low, high) = task.measure(logits[stage], task.test.y).item(), interval_of(task, logits[stage])
             measures.put("head_accuracy", accuracy, stage=stage, low=low, high=high, **of)
             measures.put("head_loss", task.loss(logits[stage], task.test.y).item(), stage=stage, **of)
+        if reason:
+            return measures
         if reason := head_at_chance(accuracy, task.chance, task.majority):  # the baseline's
             measures.flag("head_at_chance", reason)
         decisions = [x.argmax(1) if x.shape[1] > 1 else x[:, 0] > 0 for x in logits.values()]

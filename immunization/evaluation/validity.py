@@ -1,7 +1,9 @@
 """Flags for numbers of a run that say less than they seem to."""
 
+from collections.abc import Iterable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from immunization.checks import Component, NonNegative
 from immunization.data.task import Task
@@ -9,13 +11,17 @@ from immunization.evaluation.comparison import Comparison
 from immunization.evaluation.measures import Measures
 from immunization.evaluation.primary import primary_change
 from immunization.models.chain import BATCH_NORMS
+from immunization.runs.records import Role
 from immunization.theory.spectrum import AUTHORS_RIDGE, EPS32
 
 SAME = 1e-6
 """Largest relative difference of singular values, or of features, that counts as none."""
 
 LOOKED_AT = 200
-"""Test rows that are looked for among the training rows."""
+"""Rows of a split that are looked for among those of another."""
+
+SHARED = 0.1
+"""Share of the training rows of two tasks from which on they are more than a few that are alike."""
 
 
 class Validity(Component, group="evaluation.validity"):
@@ -23,10 +29,9 @@ class Validity(Component, group="evaluation.validity"):
 
     `unchanged`: theta_I is the baseline. `few_samples_<role>`: fewer training rows than features, so that H is singular
     whatever the model is. `ridge_limited_<role>`: the released code's kappa is set by its ridge of 1e-6.
-    `test_rows_seen_<role>`: most test rows are training rows, too. `untested_classes_<role>`: some classes that are
-    trained on have no test rows. `primary_dropped`: the retrained primary head lost more than `tolerance` (points of
-    accuracy, or relative for R^2). `train_mode`: a batch norm or dropout layer is in train mode while features are
-    taken.
+    `shared_rows_<role>`: harmful training rows are primary training rows, too. `primary_dropped`: the retrained primary
+    head lost more than `tolerance` (points of accuracy, or relative for R^2). `train_mode`: a batch norm or dropout
+    layer is in train mode while features are taken. And those of `doubts`.
     """
 
     names = ()
@@ -44,11 +49,17 @@ class Validity(Component, group="evaluation.validity"):
                 "the harmful features have the same spectrum as on the baseline: nothing was immunized, or (audits "
                 "of nets) model.reference is missing",
             )
-        for role in ("primary", *comparison.pair.attacked):
+        for role in (roles := ("primary", *comparison.pair.attacked)):
             self._role(comparison, role, measures)
-            if comparison.no_test(role) is None:
-                self._seen(comparison, role, measures)
-                self._untested(comparison.tasks[role], role, measures)
+        measures.merge(doubts(comparison, roles))
+        for role in comparison.pair.attacked:
+            same = _found(comparison, (role, "train"), ("primary", "train"))[0]
+            if SHARED * len(same) < same.sum():
+                measures.flag(
+                    f"shared_rows_{role}",
+                    f"{int(same.sum())} of {len(same)} {role} training rows have the features of a primary one: what "
+                    "changes these features changes those of the primary task as much",
+                )
         if comparison.no_test("primary") is None:
             now, then, change = primary_change(comparison)
             measure = comparison.tasks["primary"].measure_name
@@ -63,34 +74,6 @@ class Validity(Component, group="evaluation.validity"):
         return measures
 
     @staticmethod
-    def _untested(task: Task, role: str, measures: Measures) -> None:
-        if not task.classes:
-            return
-        trained, tested = (split.y.bincount(minlength=task.classes) > 0 for split in (task.train, task.test))
-        if lacking := (trained & ~tested).nonzero()[:, 0].tolist():
-            which = ", ".join(map(str, lacking[:5])) + ", ..." * (len(lacking) > 5)
-            measures.flag(
-                f"untested_classes_{role}",
-                f"{len(lacking)} of {task.classes} classes ({which}) have no test rows; held-out numbers do not "
-                "include them",
-            )
-
-    @staticmethod
-    def _seen(comparison: Comparison, role: str, measures: Measures) -> None:
-        task = comparison.tasks[role]
-        train, test = (comparison.features(role, split, "baseline") for split in ("train", "test"))
-        few = torch.linspace(0, len(test) - 1, min(LOOKED_AT, len(test))).long()
-        distances, near = torch.cdist(test[few], train).min(1)
-        spread = train.std(0).norm()
-        same = (distances <= 100 * SAME * spread) & (task.test.y[few] == task.train.y[near])
-        if spread > 0 and 2 * same.sum() > len(few):
-            measures.flag(
-                f"test_rows_seen_{role}",
-                f"{int(same.sum())} of {len(few)} test rows have features and label of a training row: where rows are "
-                "repeated or splits share them, no number is held-out",
-            )
-
-    @staticmethod
     def _role(comparison: Comparison, role: str, measures: Measures) -> None:
         task, probe = comparison.tasks[role], comparison.probe(role, "immunized")
         rows, width = len(task.train), probe.vectors.shape[0]
@@ -102,6 +85,57 @@ class Validity(Component, group="evaluation.validity"):
                 f"the smallest eigenvalue of H, {probe.sigma[-1].square().item():.1e}, is below or near the 1e-6 of "
                 "the released code's kappa, which cannot see it; read the rank-aware numbers",
             )
+
+
+@torch.no_grad()
+def doubts(comparison: Comparison, roles: Iterable[Role]) -> Measures:
+    """Flags on what all held-out numbers of these tasks are of, also those of attacks.
+
+    `other_reference`: the baseline may be another net. `test_rows_seen_<role>`: most test rows are training rows, too.
+    `untested_classes_<role>`: some classes that are trained on have no test rows.
+    """
+    measures = Measures()
+    if comparison.model.unlike:
+        measures.flag("other_reference", comparison.model.unlike)
+    for role in roles:
+        if comparison.no_test(role) is None:
+            _seen(comparison, role, measures)
+            _untested(comparison.tasks[role], role, measures)
+    return measures
+
+
+def _untested(task: Task, role: Role, measures: Measures) -> None:
+    if not task.classes:
+        return
+    trained, tested = (split.y.bincount(minlength=task.classes) > 0 for split in (task.train, task.test))
+    if lacking := (trained & ~tested).nonzero()[:, 0].tolist():
+        which = ", ".join(map(str, lacking[:5])) + ", ..." * (len(lacking) > 5)
+        measures.flag(
+            f"untested_classes_{role}",
+            f"{len(lacking)} of {task.classes} classes ({which}) have no test rows; held-out numbers do not "
+            "include them",
+        )
+
+
+def _seen(comparison: Comparison, role: Role, measures: Measures) -> None:
+    task = comparison.tasks[role]
+    same, rows, near = _found(comparison, (role, "test"), (role, "train"))
+    same &= task.test.y[rows] == task.train.y[near]
+    if 2 * same.sum() > len(same):
+        measures.flag(
+            f"test_rows_seen_{role}",
+            f"{int(same.sum())} of {len(same)} test rows have features and label of a training row: where rows are "
+            "repeated or splits share them, no number is held-out",
+        )
+
+
+def _found(comparison: Comparison, of: tuple[Role, str], among: tuple[Role, str]) -> tuple[Tensor, Tensor, Tensor]:
+    """Whether each of some rows [n] of a split has the baseline's features of a row of another; both row numbers."""
+    sought, others = (comparison.features(*split, "baseline") for split in (of, among))
+    rows = torch.linspace(0, len(sought) - 1, min(LOOKED_AT, len(sought))).long()
+    distances, near = torch.cdist(sought[rows], others).min(1)
+    spread = others.std(0).norm()
+    return (distances <= 100 * SAME * spread) & (spread > 0), rows, near
 
 
 def few_rows(rows: int, width: int) -> str:

@@ -49,6 +49,7 @@ class Model(nn.Module):
     preconditioned = False  # whether `hessian_term` can multiply gradients by K^-1, K = X^T X of the extractor's inputs
     before: Model | None = None  # the model that is the baseline, where that is another one
     fixed: str | None = None  # why its weights cannot be changed, of what was deployed
+    unlike: str | None = None  # what tells that `before` may be another net
     loaders: Callable[[int], Mapping[str, Iterable[tuple]]] | None = None
     """Loaders of training inputs by role for a batch size, where the tasks' rows are not to be trained on."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -35,7 +36,7 @@ from immunization.models.chain import (
     take_apart,
 )
 from immunization.models.deployed import Deployed, deployed
-from immunization.models.fold import folded_map, unfold
+from immunization.models.fold import FOLD, folded_map, unfold
 from immunization.models.reading import Reader, room_for
 from immunization.models.weights import create, head_size, known_arguments, name_of, read_checkpoint
 from immunization.theory.spectrum import triangular_factor
@@ -149,6 +150,7 @@ class Timm(Reader):
         """Take another net as the baseline; both then read images, at the blocks that the baseline has."""
         self._before = (before,)  # in a tuple: it is no part of this net
         self.fixed = self.fixed or before.fixed
+        self.unlike = None if self.fixed else unlike(self.net, before.net)
         if {name for name, _ in self.net.named_modules()}.issuperset(before.parts.found.outputs):
             self.parts = replace(self.parts, found=before.parts.found)  # what is dead gives nothing to find it by
         self.reference, self._original_head = before.reference, before._original_head
@@ -300,6 +302,24 @@ class Timm(Reader):
         if self.head.bias is None:
             facts["head_bias"] = False
         return facts | {"classes": self.head.out_features, "dtype": name_of(self.head.weight.dtype)}
+
+
+def unlike(net: nn.Module, before: nn.Module) -> str | None:
+    """How many parameters of two nets have a shape of which the other has fewer; None if these are but a folded map's.
+
+    Names do not count, as a net may be wrapped.
+    """
+    shapes = [
+        Counter(tuple(p.shape) for name, p in one.named_parameters() if FOLD not in name.split("."))
+        for one in (net, before)
+    ]
+    own, other = (shapes[0] - shapes[1]).total(), (shapes[1] - shapes[0]).total()
+    if not own and not other:
+        return None
+    return (
+        f"{own} of {shapes[0].total()} parameters of the model and {other} of {shapes[1].total()} of the reference "
+        "have no counterpart of their shape in the other: the reference may be another net than the model once was"
+    )
 
 
 def in_file(path: Path, like: nn.Module, size: int | None) -> nn.Module:

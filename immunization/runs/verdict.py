@@ -40,6 +40,7 @@ DOUBTS = (
     "head_at_chance",
     "other_data",
     "unknown_data",
+    "other_reference",
 )  # flags that question what was attacked
 MOST = 3
 """Attacked tasks of which a sentence names each; of more, it names the one that is learned fastest."""

@@ -6,6 +6,7 @@ from helpers.comparisons import regression
 from helpers.matrices import gaussian, orthonormal
 from torch import Tensor, nn
 
+from immunization.data.pixels import digits
 from immunization.data.task import Split, Task, TaskPair
 from immunization.evaluation import Comparison, Validity
 from immunization.models import Linear, Model
@@ -90,6 +91,21 @@ def test_test_rows_that_are_training_rows_are_named(repeated, seen):
     pair = TaskPair("known", task, task)
     found = Validity()(Comparison(pair, Linear(pair))).flags
     assert ("test_rows_seen_harmful" in found) is ("test_rows_seen_primary" in found) is seen
+
+
+@pytest.mark.parametrize(("shared", "told"), [(10, False), (12, True)])
+def test_harmful_rows_that_are_primary_rows_are_counted(shared, told):
+    rows, others = gaussian(100, D, seed=1), gaussian(100, D, seed=2)
+    harmful = torch.cat([others[shared:], rows.flip(0)[:shared]])
+    tasks = [Task("known", *(Split(x, (x[:, 0] > 0).long()) for _ in range(3)), classes=2) for x in (rows, harmful)]
+    found = Validity()(Comparison(pair := TaskPair("known", *tasks), Linear(pair)))
+    assert ("shared_rows_harmful" in found.flags) is told
+    assert not told or found.reasons["shared_rows_harmful"].startswith("12 of 100 harmful training rows have")
+
+
+def test_rows_of_built_in_tasks_are_their_own():
+    pair = digits(primary=0, harmful=[1, 8])
+    assert not any(name.startswith("shared_rows") for name in Validity()(Comparison(pair, Linear(pair))).flags)
 
 
 class Layered(Model):
