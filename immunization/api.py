@@ -33,7 +33,7 @@ from immunization.models import Linear, Model, Timm
 from immunization.models.activations import take
 from immunization.models.adapted import Adapted, adapted, check_net, logits_of, released
 from immunization.models.deployed import deployed, kind_of
-from immunization.models.fold import LinearMap, folded_map, unfold
+from immunization.models.fold import LinearMap, folded_map, recorded, unfold
 from immunization.models.libraries import is_pretrained, save_config, save_pretrained
 from immunization.models.named import Named
 from immunization.models.weights import TOLERANCE, exported, facts_of, load, restore, rounding_flag
@@ -112,6 +112,11 @@ def immunize(
     if folded_map(net) is not None:
         raise ConfigError("immunize: the model already has a folded map; give the model as it was before immunization")
     outputs, layers = _outputs(net, inputs), "fold" if solver.folds else trainable
+    if bad := int(outputs.isnan().any(1).sum()):
+        raise ConfigError(
+            f"immunize: the outputs of the model are NaN for {bad} of the first {len(outputs)} inputs of "
+            "primary_loader; check its weights and these inputs"
+        )
     data, like = _source(net, loaders, augmented and not solver.folds)
     parts = assemble(
         solver,
@@ -123,7 +128,7 @@ def immunize(
     )
     trained, pair = parts.model, parts.trained_on
     if not solver.folds:
-        _check_graph(trained, pair)
+        _check_graph(trained, pair, trainable)
     single = [loader.name for loader in loaders.values() if loader.smallest < 2]
     if single and data.augment:
         raise ConfigError(f"immunize: {single[0]} gives a batch of one row, which has no spectrum: set drop_last=True")
@@ -384,10 +389,21 @@ def _named(net: nn.Module, loaders: Mapping[str, LabeledBatches]) -> nn.Module:
     return Named(net, fields) if fields else net
 
 
-def _check_graph(model: Model, pair: TaskPair) -> None:
+def _check_graph(model: Model, pair: TaskPair, trainable: str | Sequence[str]) -> None:
     """Raise ConfigError where features have no gradients, as behind a torch.no_grad() in the forward."""
     x = onto(take(pair.harmful.train.x, torch.arange(2)), model.head.weight)
-    if model.trained() and not model.training_features(x).requires_grad:
+    trained = {*model.trained().values()}
+    owners = [
+        (name, part) for name, part in model.extractor.named_modules() if trained & {*part.parameters(recurse=False)}
+    ]
+    with recorded(owners) as ran:
+        features = model.training_features(x)
+    if trained and not features.requires_grad:
+        if not ran:
+            raise ConfigError(
+                f"immunize: trainable={trainable}: what is trained never runs in the forward of {model.name}; name "
+                "modules that do"
+            )
         raise ConfigError(
             f"immunize: features of {model.name} have no gradients; remove torch.no_grad() from its forward, or "
             "use method=closed_form, learning_curve or decoys"

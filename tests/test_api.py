@@ -238,6 +238,18 @@ def test_a_map_that_would_not_keep_the_outputs_is_refused(classifier, method):
         immunization.immunize(net, loader(4, 0), loader(3, 1), method, **options)
 
 
+@pytest.mark.parametrize("method", ["closed_form", "condition_number"])
+def test_a_net_that_gives_nan_is_refused(method):
+    class Gap(nn.Linear):
+        def forward(self, x):
+            outputs = super().forward(x)
+            outputs[5:6] = torch.nan
+            return outputs
+
+    with pytest.raises(ConfigError, match=r"outputs of the model are NaN for 1 of the first 32 inputs of primary_load"):
+        immunization.immunize(rows_net().append(Gap(4, 4)), loader(4, 0), loader(3, 1), method)
+
+
 def test_a_weight_that_two_layers_share_is_no_classifier():
     with pytest.raises(ConfigError, match="no other layer shares"):
         immunization.immunize(tied(), loader(4, 0), loader(3, 1), "closed_form", ridge=1e-2)

@@ -4,6 +4,7 @@ import re
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
@@ -78,6 +79,16 @@ def test_theta_that_overflows_in_the_last_step_is_divergence(tmp_path):
     with pytest.raises(Diverged, match="theta overflows at step 1"):
         run([*QUICK, "optimizer=sgd", "optimizer.lr=1e300", "method.epochs=1"], folder=tmp_path)
     assert failed(tmp_path).metrics["rir"] == pytest.approx(1)
+
+
+def test_features_whose_squares_overflow_before_any_step_are_named(tmp_path):
+    x, y = np.random.default_rng(0).normal(size=(2, 40, 3)) * 1e160, np.arange(40) % 2
+    np.savez(tmp_path / "p.npz", primary_x=x[0], harmful_x=x[1], primary_y=y, harmful_y=y)
+    options = ["dataset=arrays", f"dataset.path={tmp_path}/p.npz", "dataset.normalize=none", "method=closed_form"]
+    with pytest.raises(
+        Diverged, match="features of the primary task are so large .* before any step; rescale the data"
+    ):
+        run([*options, "tracker=none", "figures=false", "evaluation=[rir]"], folder=tmp_path / "run")
 
 
 def test_a_fault_of_the_program_is_raised_and_logged_with_its_traceback(tmp_path):

@@ -83,7 +83,7 @@ class Adapted(nn.Module):
         if not agree(outputs_of_two(net, images), expected):
             raise ConfigError(
                 f"{kind} gives other outputs for the same inputs from call to call, in eval mode: its forward draws "
-                "random numbers (dropout without self.training?); let it do so in train mode alone"
+                "random numbers (dropout without self.training?) or changes a buffer; let it do so in train mode alone"
             )
         self.heads, self.classifier, theta = find_heads(net, images, expected)
         self.features: nn.Module = nn.Identity()

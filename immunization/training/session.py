@@ -79,7 +79,13 @@ class Monitor:
         """Log one line and return its numbers; raises Diverged where theta overflows."""
         if step % self.period == 0 and (step or self.period == 1):
             factors = {role: self.model.factor(task) for role, task in self.tasks.items()}
-            if not all(torch.isfinite(factor.square().sum()) for factor in factors.values()):
+            large = [role for role, factor in factors.items() if not torch.isfinite(factor.square().sum())]
+            if large and not step:
+                raise Diverged(
+                    f"the features of the {large[0]} task are so large that their squares overflow before any step; "
+                    "rescale the data"
+                )
+            if large:
                 raise Diverged(f"theta overflows at step {step}; lower optimizer.lr or the weights in method.*")
             self.kappa = self._kappas(factors, f"model at step {step}")
         ratio = {role: kappa / self.baseline[role] for role, kappa in self.kappa.items()}

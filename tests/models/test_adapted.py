@@ -146,6 +146,10 @@ def test_features_without_a_graph_and_several_dtypes_are_named():
     with pytest.raises(ConfigError, match=r"features of Small have no gradients; .* use method=closed_form, "):
         immunization.immunize(net, loader(4, 0), loader(3, 1), "condition_number", trainable="stem", epochs=1)
     net = Small()
+    net.aux = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match=r"trainable=aux: what is trained never runs in the forward of Small; name"):
+        immunization.immunize(net, loader(4, 0), loader(3, 1), "condition_number", trainable="aux", epochs=1)
+    net = Small()
     net.stem.half()
     with pytest.raises(ConfigError, match="has weights of float16 and float32; give it in one dtype"):
         immunization.immunize(net, loader(4, 0), loader(3, 1))

@@ -273,6 +273,16 @@ class Dropping(nn.Sequential):
         return self[1](nn.functional.dropout(self[0](x).relu().mean((2, 3)), 0.5))
 
 
+class Counting(nn.Sequential):
+    """It changes a tensor of its own in eval mode, too."""
+
+    calls = torch.zeros(())
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self[1](self[0](x).relu().mean((2, 3))) * self.calls
+
+
 class Positions(nn.Sequential):
     def forward(self, x):
         raise KeyError("positions")
@@ -281,7 +291,14 @@ class Positions(nn.Sequential):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Dropping, "Dropping gives other outputs for the same inputs from call to call, in eval mode"),
+        (
+            Dropping,
+            "Dropping gives other outputs for the same inputs from call to call, in eval mode: its forward draws",
+        ),
+        (
+            Counting,
+            r"Counting gives other .*: its forward draws random numbers \(.*\) or changes a buffer; let it do so in",
+        ),
         (Positions, r"Positions cannot read inputs of shape \(3, 32, 32\): 'positions'"),
     ],
 )
