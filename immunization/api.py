@@ -26,7 +26,7 @@ from immunization.errors import ConfigError, DegenerateSpectrum
 from immunization.evaluation import Comparison, LearningCurves, evaluate
 from immunization.evaluation.convergence import faster
 from immunization.evaluation.own_head import head_at_chance
-from immunization.evaluation.validity import doubts, few_rows
+from immunization.evaluation.validity import doubts_of, few_rows
 from immunization.experiment import Experiment, resolve
 from immunization.methods import Unmodified
 from immunization.models import Linear, Model, Timm
@@ -270,7 +270,7 @@ def audit(
         parts.model.set_head(comparison.probe("primary", "immunized").optimum().T)
     with waiting("measuring"):
         alone = primary_loader is None
-        measures = doubts(comparison, ["harmful"]) if alone else evaluate(experiment.evaluation, comparison)
+        measures = doubts_of(comparison, ["harmful"]) if alone else evaluate(experiment.evaluation, comparison)
     measures.merge(attacked(experiment, comparison, parts.start))
     result = Result(seed, "loaders", parts.model.name, "unmodified", "completed")
     result.take(measures)

@@ -86,7 +86,7 @@ def test_features_whose_squares_overflow_before_any_step_are_named(tmp_path):
     np.savez(tmp_path / "p.npz", primary_x=x[0], harmful_x=x[1], primary_y=y, harmful_y=y)
     options = ["dataset=arrays", f"dataset.path={tmp_path}/p.npz", "dataset.normalize=none", "method=closed_form"]
     with pytest.raises(
-        Diverged, match="features of the primary task are so large .* before any step; rescale the data"
+        Diverged, match=r"features of the primary task are so large .* before any step; rescale the data"
     ):
         run([*options, "tracker=none", "figures=false", "evaluation=[rir]"], folder=tmp_path / "run")
 

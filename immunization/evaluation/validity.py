@@ -31,7 +31,7 @@ class Validity(Component, group="evaluation.validity"):
     whatever the model is. `ridge_limited_<role>`: the released code's kappa is set by its ridge of 1e-6.
     `shared_rows_<role>`: harmful training rows are primary training rows, too. `primary_dropped`: the retrained primary
     head lost more than `tolerance` (points of accuracy, or relative for R^2). `train_mode`: a batch norm or dropout
-    layer is in train mode while features are taken. And those of `doubts`.
+    layer is in train mode while features are taken. And those of `doubts_of`.
     """
 
     names = ()
@@ -51,7 +51,7 @@ class Validity(Component, group="evaluation.validity"):
             )
         for role in (roles := ("primary", *comparison.pair.attacked)):
             self._role(comparison, role, measures)
-        measures.merge(doubts(comparison, roles))
+        measures.merge(doubts_of(comparison, roles))
         for role in comparison.pair.attacked:
             same = _found(comparison, (role, "train"), ("primary", "train"))[0]
             if SHARED * len(same) < same.sum():
@@ -88,7 +88,7 @@ class Validity(Component, group="evaluation.validity"):
 
 
 @torch.no_grad()
-def doubts(comparison: Comparison, roles: Iterable[Role]) -> Measures:
+def doubts_of(comparison: Comparison, roles: Iterable[Role]) -> Measures:
     """Flags on what all held-out numbers of these tasks are of, also those of attacks.
 
     `other_reference`: the baseline may be another net. `test_rows_seen_<role>`: most test rows are training rows, too.
