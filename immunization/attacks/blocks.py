@@ -37,12 +37,15 @@ def blocks_behind(network: Network, part: str) -> set[str]:
 def what_is_read(network: Network) -> dict[str, Any]:
     """`depth`: each block's, as the share of the operations that are done at its end. `changed`: where what was begins.
 
-    `before` are the blocks that have ended by then.
+    `before` are the blocks that have ended by then. `unread`: from where to where nobody can read, if that is much and
+    does not end before.
     """
     found, changed = network.found, network.begins("trained")
     begin = min((found.begin(name).share for name in changed), default=1.0)
     depth = {name.removeprefix(BODY): found.outputs[name].end.share for name in found.blocks}
-    return {"depth": depth, "changed": begin, "before": [name.removeprefix(BODY) for name in found.before(changed)]}
+    before = [name.removeprefix(BODY) for name in found.before(changed)]
+    unread = {"unread": list(found.unread)} if found.much_unread and begin < found.unread[1] else {}
+    return {"depth": depth, "changed": begin, "before": before} | unread
 
 
 @torch.no_grad()

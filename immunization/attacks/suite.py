@@ -59,7 +59,11 @@ UNREAD = (
     "{:.0%} of the net's operations are done before what was changed begins, and attackers can read no block there: "
     "what they find without it says too little"
 )
-"""Why the worth of a model whose first part no attacker could read is unknown."""
+GAP = (
+    "from {:.0%} to {:.0%} of the net's operations no module gives one output for each input, so that attackers can "
+    "read no block there: what they find without it says too little"
+)
+"""Why the worth of a model of which attackers cannot read a large part is unknown."""
 
 TRANSFERRED = {f"worth/{key}": f"transfer/{key}" for key in ("before", "after", "without", "lost")}
 """What of the worth of a model is measured of a benign task, and its name there."""
@@ -162,9 +166,11 @@ def run_attacks(
         measures.about[of_role("drawn_anew", role)] = partial
     if read := run.read:
         measures.about["blocks"] = read
-        if run.measures_worth and read["changed"] and not read["before"]:
-            measures.flag(of_role("blocks_unread", role), UNREAD.format(read["changed"]))
-            measures.miss(UNREAD.format(read["changed"]), "worth/theta_0", "worth/lost", "worth/removed", task=role)
+        first = read["changed"] and not read["before"]
+        if run.measures_worth and (first or "unread" in read):
+            why = UNREAD.format(read["changed"]) if first else GAP.format(*read["unread"])
+            measures.flag(of_role("blocks_unread", role), why)
+            measures.miss(why, "worth/theta_0", "worth/lost", "worth/removed", task=role)
             return measures
     if run.measures_worth:
         run.put_worth(measures)

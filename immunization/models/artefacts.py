@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from immunization.compute.machine import onto
 from immunization.errors import ConfigError
-from immunization.models.blocks import tensor_of
+from immunization.models.blocks import tensors_of
 
 LAYER = re.compile("mm|linear|conv|gemm|matmul|embedding|gather|attention|transformer", re.IGNORECASE)
 SAME = ("detach.default", "alias.default", "clone.default", "as_strided_.default")
@@ -107,7 +107,7 @@ class Program(Artefact):
         named = dict(zip(self.fields, inputs, strict=True)) if any(self.fields) else {}
         unoptimized = torch.jit.optimized_execution(False)  # else the operations of a script change as it runs
         with torch.no_grad(), unoptimized, inside:
-            return tensor_of(self._net(**named) if named else self._net(*inputs))
+            return next(iter(tensors_of(self._net(**named) if named else self._net(*inputs))), None)
 
     def values(self, inputs: Sequence[Tensor], names: Collection[str]) -> dict[str, Tensor]:
         self._output(inputs, watched := _Pass(names))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 LEAST = 8
 """Of a net with fewer blocks, its classifier counted as one, the costliest are taken apart as far as they can be."""
+
+UNREAD = 0.3
+"""Largest share of the operations without an output that can be read; of the nets of timm, none has more than 0.06."""
 
 PREFIX = 8
 """Most tokens that are looked for before those of an image's patches, where a net does not say how many there are."""
@@ -57,11 +61,22 @@ class Block:
     """What a module gives: a tensor with a row for each input, unlike rows for unlike inputs, at the moment `end`.
 
     `last`: channels come last, in maps [N, H, W, C] and tokens [N, T, C]. `prefix`: tokens before those of patches.
+    `place`: which one of several tensors it is, `second`: tokens come first in it, [T, N, C]. `shortcut`: the module
+    reads what another one beside it has read before.
     """
 
     end: Moment
     last: bool
     prefix: int
+    place: int = 0
+    second: bool = False
+    shortcut: bool = False
+
+    def read(self, output: object) -> Tensor | None:
+        """The tensor [N, ...] in what the module gives."""
+        tensors = tensors_of(output)
+        x = tensors[self.place] if self.place < len(tensors) else None
+        return x.transpose(0, 1) if x is not None and self.second else x
 
 
 @dataclass(frozen=True)
@@ -69,12 +84,19 @@ class Found:
     """What one pass shows of a net, by names of modules.
 
     `blocks` are in the order in which they end. `outputs` has these and all other modules that give such a tensor,
-    `begins` the moment at which each module that ran began first.
+    `begins` the moment at which each module that ran began first. `unread`: the longest part of the pass without such
+    an output, as a share of all operations, from where to where; a layer that computes so much alone is none.
     """
 
     blocks: tuple[str, ...]
     outputs: Mapping[str, Block]
     begins: Mapping[str, Moment]
+    unread: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def much_unread(self) -> bool:
+        """Whether the part without outputs is more than what lies between the outputs of common nets."""
+        return self.unread[1] - self.unread[0] > UNREAD
 
     @property
     def innermost(self) -> list[str]:
@@ -96,20 +118,32 @@ class Found:
 
 @dataclass(eq=False)
 class _Call:
-    """One call of a module; `trace` are some values of what it gives, None where that cannot be read."""
+    """One call of a module; `trace` are some values of what it gives, None where that cannot be read.
+
+    `place`, `second` and `shape`, [N, ...], are those of the tensor that is read. `source`: the tensors that the module
+    reads, by `id`.
+    """
 
     name: str
     module: nn.Module
     begin: Moment
     end: Moment
     shape: tuple[int, ...] = ()
+    place: int = 0
+    second: bool = False
+    shortcut: bool = False
+    source: Sequence[int] = ()
     trace: list[float] | None = None
     calls: list[_Call] = field(default_factory=list)
 
     @property
+    def weighs(self) -> bool:
+        return any(p.ndim > 1 for p in self.module.parameters())
+
+    @property
     def block(self) -> bool:
         """Whether it can be one: what it gives can be read, and its module has weights."""
-        return self.trace is not None and any(p.ndim > 1 for p in self.module.parameters())
+        return self.trace is not None and self.weighs
 
     def inside(self) -> Iterator[_Call]:
         for call in self.calls:
@@ -134,54 +168,101 @@ class _Call:
 
 @torch.no_grad()
 def find(net: nn.Module, forward: Callable[[Tensor], Any], inputs: Tensor, least: int = LEAST - 1) -> Found:
-    """The blocks of a net, from one pass of two unlike `inputs` [2, ...]; its classifier is none of its modules."""
+    """The blocks of a net, from passes of two unlike `inputs` [2, ...]; its classifier is none of its modules."""
     root = _traced(net, forward, inputs)
     if not root.parts():  # nothing of it tells inputs apart: it is dead
         root = _traced(net, forward, inputs, unlike=False)
     everything = list(root.inside())
+    if any(call.second for call in everything):  # two of something else than inputs stay two
+        again = _traced(net, forward, inputs[[0, 1, 0]]).inside()
+        three = {(call.name, call.place) for call in again if call.second}
+        for call in everything:
+            if call.second and (call.name, call.place) not in three:
+                call.trace = None
     calls = [call for call in everything if call.trace is not None]
     last = _channels_last(calls, inputs)
     said = (getattr(module, "num_prefix_tokens", None) for module in net.modules())  # as timm's transformers do
     prefix = next((tokens for tokens in said if isinstance(tokens, int)), 0)
     outputs = {  # of several calls of a module the last
-        call.name: Block(call.end, last[call.name], _prefix(call.shape, prefix, inputs)) for call in calls
+        call.name: Block(
+            call.end, last[call.name], _prefix(call.shape, prefix, inputs), call.place, call.second, call.shortcut
+        )
+        for call in calls
     }
     begins = {call.name: call.begin for call in reversed(everything)}
-    return Found(tuple(call.name for call in _blocks(root, least)), outputs, begins)
+    return Found(tuple(call.name for call in _blocks(root, least)), outputs, begins, _unread(everything))
 
 
 def _traced(net: nn.Module, forward: Callable[[Tensor], Any], inputs: Tensor, unlike: bool = True) -> _Call:
-    """The calls of one pass, below a root that stands for it; `unlike`: only unlike rows can be read."""
+    """The calls of one pass, below a root that stands for it; `unlike`: only unlike rows can be read.
+
+    Of several tensors that a module gives, the first one counts that a later module reads, else the first one.
+    """
     root = _Call("", net, Moment(0, 0.0), Moment(0, 0.0))
     stack, calls = [root], [root]
+    passed_on: list[Tensor] = []
+    given: list[tuple[_Call, list[Tensor], list[_Call]]] = []  # of each call, what it may be read as
 
     with Operations() as counted, ExitStack() as hooks:
 
         def now() -> Moment:
             return Moment(len(calls) - 1, counted.total)
 
-        def enter(name: str, module: nn.Module, _inputs: object) -> None:
-            calls.append(_Call(name, module, now(), now()))
-            stack[-1].calls.append(calls[-1])
-            stack.append(calls[-1])
+        def enter(name: str, module: nn.Module, arguments: tuple[object, ...], named: dict[str, object]) -> None:
+            own = [x for x in (*arguments, *named.values()) if isinstance(x, Tensor)]
+            call, around = _Call(name, module, now(), now(), source=[id(x) for x in own]), stack[-1]
+            call.shortcut = around.shortcut or any(own and c.source == call.source and c.weighs for c in around.calls)
+            around.calls.append(call)
+            calls.append(call)
+            stack.append(call)
+            passed_on.extend(own)
 
         def leave(module: nn.Module, _inputs: object, output: object) -> None:
             while (call := stack.pop()).module is not module:
                 pass  # it was left by an error that the net has caught
-            call.end, x = now(), tensor_of(output)
-            if x is not None and len(x) == len(inputs) and not (unlike and torch.equal(x[0], x[1])):
-                flat = x.reshape(-1)
-                call.shape, call.trace = tuple(x.shape), flat[:: max(1, len(flat) // SAMPLED)].tolist()
+            call.end, tensors = now(), tensors_of(output)
+            read = [found for place, x in enumerate(tensors) if (found := _read(call, place, x, inputs, unlike))]
+            given.append((call, tensors, read))  # tensors stay, or others would take their places in the memory
 
         for name, module in net.named_modules():
             if name:
-                hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
+                hooks.enter_context(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(leave))
         forward(inputs)
+    known = {x.data_ptr() for x in passed_on}
+    for call, tensors, read in given:
+        on = [own for own in read if tensors[own.place].data_ptr() in known] if len(read) > 1 else []
+        for own in (on or read)[:1]:
+            call.shape, call.place, call.second, call.trace = own.shape, own.place, own.second, own.trace
     total = counted.total or 1.0
     for call in calls:
         call.begin, call.end = (Moment(begun, done / total) for begun, done in (call.begin, call.end))
     return root
+
+
+def _read(call: _Call, place: int, x: Tensor, inputs: Tensor, unlike: bool) -> _Call | None:
+    """The call, read by one of the tensors that it gives; None where this one has no row for each input."""
+    second = len(x) != len(inputs)
+    if second and not (x.ndim == 3 and x.shape[1] == len(inputs)):
+        return None
+    x = x.transpose(0, 1) if second else x
+    if unlike and torch.equal(x[0], x[1]):
+        return None
+    flat = x.reshape(-1)
+    trace = flat[:: max(1, len(flat) // SAMPLED)].tolist()
+    return replace(call, shape=tuple(x.shape), place=place, second=second, trace=trace)
+
+
+def _unread(calls: Sequence[_Call]) -> tuple[float, float]:
+    """`Found.unread`."""
+    ends = sorted({0.0, 1.0, *(call.end.share for call in calls if call.trace is not None)})
+    longest, found = 0.0, (0.0, 0.0)
+    for begin, end in pairwise(ends):
+        inside = (call for call in calls if not call.calls and begin <= call.begin.share and call.end.share <= end)
+        left = end - begin - max((call.end.share - call.begin.share for call in inside), default=0.0)
+        if left > longest:
+            longest, found = left, (begin, end)
+    return found
 
 
 def _blocks(root: _Call, least: int) -> list[_Call]:
@@ -243,11 +324,11 @@ def _prefix(shape: Sequence[int], said: int, inputs: Tensor) -> int:
     return next((prefix for prefix in (said, *range(PREFIX + 1)) if fill(shape[1] - prefix)), 0)
 
 
-def tensor_of(output: object) -> Tensor | None:
-    """The first tensor of rows, tokens or maps that a module gives, also in a tuple, a list or a dict."""
+def tensors_of(output: object) -> list[Tensor]:
+    """The tensors of rows, tokens or maps that a module gives, also in a tuple, a list or a dict."""
     if isinstance(output, Mapping):
         output = list(output.values())
     if isinstance(output, (tuple, list)):
-        return next((x for part in output if (x := tensor_of(part)) is not None), None)
+        return [x for part in output for x in tensors_of(part)]
     readable = isinstance(output, Tensor) and output.is_floating_point() and output.ndim in (2, 3, 4)
-    return output if readable else None
+    return [output] if readable else []

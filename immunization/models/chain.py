@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from immunization.compute.machine import onto
 from immunization.errors import ConfigError
 from immunization.models.adapted import BODY, Adapted, Passed, adapted
-from immunization.models.blocks import Block, Found, find, tensor_of
+from immunization.models.blocks import Block, Found, find
 from immunization.models.fold import recorded
 from immunization.models.halves import Half, halves
 from immunization.models.named import Named
@@ -52,15 +52,20 @@ class NetParts:
     found: Found
 
     def last_block(self) -> str:
-        """Name of the last block before the classifier with a share of the weights that is worth training."""
+        """Name of the last block before the classifier with a share of the weights that is worth training.
+
+        A shortcut is none, though it may run last of a residual block.
+        """
         sizes = {
             name: sum(map(Tensor.numel, parameters(self.net.get_submodule(name)))) for name in self.found.innermost
         }
-        if large := [name for name, size in sizes.items() if size >= LEAST_IN_LAST * sum(sizes.values())]:
-            return large[-1]
-        raise ConfigError(
-            "the net has no layer with weights before its classifier, so no block can be trained; choose another model"
-        )
+        large = [name for name, size in sizes.items() if size >= LEAST_IN_LAST * sum(sizes.values())]
+        if not large:
+            raise ConfigError(
+                "the net has no layer with weights before its classifier, so no block can be trained; choose another "
+                "model"
+            )
+        return next((name for name in reversed(large) if not self.found.outputs[name].shortcut), large[-1])
 
 
 def take_apart(net: nn.Module, size: int | None = None) -> NetParts:
@@ -130,7 +135,7 @@ class Chain(nn.Module):
         seen: dict[str, Any] = {}
 
         def keep(name: str, block: Block, take: Reduce, _module: nn.Module, _inputs: object, output: object) -> None:
-            if (x := tensor_of(output)) is not None:
+            if (x := block.read(output)) is not None:
                 tokens_last = x.ndim == 3 and not block.last
                 seen[name] = take(x.mT if tokens_last else x, block.last, block.prefix)
 
@@ -395,6 +400,7 @@ def _is_chain(units: Sequence[tuple[str, Unit]], image: Tensor, expected: Tensor
             before, written = x, x._version
             x = unit(x)
             kept &= before._version == written or (before is not image and not parameters(unit))
+            kept &= not isinstance(x, Tensor) or len(x) == len(image)  # rows of [T, N, C] would be tokens
         return kept and torch.equal(x, expected)
     except Exception:  # of any kind: the code of the net
         return False

@@ -181,13 +181,19 @@ class Timm(Reader):
         return matched
 
     def _last_block(self) -> str:
-        """The name of the last block; `doubt` says if that is much of the net."""
+        """The name of the last block; `doubt` says if that is much of the net, or if much follows it."""
         name = self.parts.last_block()
         inside, everything = (sum(p.numel() for p in m.parameters()) for m in (self.net.get_submodule(name), self.net))
         if inside > MOST_IN_LAST * everything:
             self.doubt = (
                 f"trainable=last is {name.removeprefix(BODY)}, which has {inside / everything:.0%} of the weights of "
                 f"{self.architecture}: name a smaller part to change less"
+            )
+        found = self.parts.found
+        if found.much_unread and (end := found.outputs[name].end.share) < found.unread[1]:
+            self.doubt = (
+                f"trainable=last is {name.removeprefix(BODY)}, and {1 - end:.0%} of the operations follow it: no "
+                "module behind it gives one output for each input; name what to train"
             )
         return name
 

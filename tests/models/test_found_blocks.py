@@ -10,9 +10,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import immunization
+from immunization.attacks.blocks import block_outputs
 from immunization.models.adapted import Adapted, is_of_timm
 from immunization.models.blocks import Operations, find
-from immunization.models.chain import take_apart
+from immunization.models.chain import Network, take_apart
 
 SIDE = 32
 
@@ -120,6 +121,92 @@ def test_blocks_of_nets_of_all_kinds(kind):
     assert last not in parts.found.before([last])
 
 
+class Tokens(nn.Module):
+    """Transformer layers over patches that read [T, N, C], as torch's do by default, or [N, T, C]."""
+
+    def __init__(self, batch_first: bool, layer=nn.TransformerEncoderLayer) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.batch_first = nn.Conv2d(3, 16, 8, 8), batch_first
+        self.layers = nn.ModuleList(layer(16, 2, 16, batch_first=batch_first) for _ in range(6))
+        self.fc = nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = self.embed(x).flatten(2).mT
+        x = x if self.batch_first else x.transpose(0, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.fc(x.mean(int(self.batch_first)))
+
+
+def test_tokens_that_come_before_the_batch_are_read_alike():
+    images = torch.randn(5, 3, SIDE, SIDE)
+    first, second = (Network(apart(Tokens(batch_first))) for batch_first in (True, False))
+    assert second.found.blocks == first.found.blocks
+    assert second.last_block == first.last_block == "body.layers.5"
+    read = [block_outputs(net, images, lambda x, *_: x) for net in (first, second)]
+    assert read[1].keys() == read[0].keys() == {"body", "body.embed", *(f"body.layers.{i}" for i in range(6))}
+    for name, x in read[0].items():
+        torch.testing.assert_close(read[1][name], x)
+
+
+def test_two_of_something_else_than_inputs_are_no_rows():
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.inside(x.flatten(1).view(-1, 2, 4))  # a row for every 8 pixels
+
+    net = nn.Sequential(nn.Conv2d(3, 8, 8, 8), Pairs())
+    assert find(net, net, torch.randn(2, 3, SIDE, SIDE)).blocks == ("0",)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_recurrent_layers_are_blocks(batch_first):
+    class Recurrent(Tokens):
+        def forward(self, x):
+            x = self.embed(x).flatten(2).mT
+            x = x if self.batch_first else x.transpose(0, 1)
+            for layer in self.layers:
+                x, _ = layer(x)
+            return self.fc(x.mean(int(self.batch_first)))
+
+    found = apart(Recurrent(batch_first, lambda width, *_, **where: nn.GRU(width, width, **where))).found
+    assert found.innermost == ["body.embed", *(f"body.layers.{i}" for i in range(6))]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_of_several_tensors_the_one_counts_that_is_read_on(named):
+    """A block that says something beside what goes on, and says it first."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x):
+            x = x + self.conv(x).relu()
+            return {"norm": x.flatten(2).norm(dim=2), "x": x} if named else (x.flatten(2).norm(dim=2), x)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.blocks = nn.Conv2d(3, 8, 3, 2), nn.ModuleList(Block() for _ in range(8))
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, x):
+            x = self.stem(x)
+            for block in self.blocks:
+                x = block(x)["x"] if named else block(x)[1]
+            return self.fc(x.mean((2, 3)))
+
+    net = Network(apart(Net()))
+    read = block_outputs(net, torch.randn(5, 3, SIDE, SIDE), lambda x, *_: x)
+    assert [read[f"body.blocks.{i}"].ndim for i in range(7)] == [4] * 7  # nothing reads on behind the last one
+
+
 def test_tokens_and_maps_are_told_apart():
     expected = {"timm_vit": (True, 1), "dinov3": (True, 5), "torchvision_vit": (True, 1), "torchvision_swin": (True, 0)}
     for kind, layout in expected.items():
@@ -167,6 +254,22 @@ def test_what_hardly_has_weights_is_not_trained_as_the_last():
     parts = apart(nn.Sequential(*body, nn.Linear(2, 4)))
     assert parts.found.innermost == ["body.0", "body.1", "body.2"]
     assert parts.last_block() == "body.1"
+
+
+def test_a_shortcut_that_runs_last_is_not_trained_as_the_last():
+    class Residual(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.one, self.two = nn.Conv2d(width, 2 * width, 3, 2, 1), nn.Conv2d(2 * width, 2 * width, 3, 1, 1)
+            self.shortcut = nn.Sequential(nn.Conv2d(width, 2 * width, 1, 2), nn.BatchNorm2d(2 * width))
+
+        def forward(self, x):
+            return (self.two(self.one(x).relu()) + self.shortcut(x)).relu()
+
+    body = nn.Conv2d(3, 8, 3), Residual(8), Residual(16), Residual(32), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    parts = apart(nn.Sequential(*body, nn.Linear(64, 4)))
+    assert parts.found.innermost[-1] == "body.3.shortcut.0"
+    assert parts.last_block() == "body.3.two"
 
 
 def test_a_part_that_is_trained_ends_what_stands_before_it():
@@ -260,6 +363,36 @@ def test_nothing_is_said_of_worth_where_nobody_reads_before_what_was_changed():
     assert "of the net's operations are done before what was changed begins" in said
     whole = audited(net, planted(net, "fc"), lambda net: net, **options)
     assert "blocks_unread" not in whole.flags
+
+
+class Doubled(nn.Module):
+    """Images and mirror images side by side in the batch: half of the rows of every module stand for no input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.convs = nn.Conv2d(3, 4, 4, 4), nn.ModuleList(nn.Conv2d(4, 4, 3, 1, 1) for _ in range(6))
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = torch.cat([x, x.flip(3)])
+        for conv in self.convs:
+            x = x + conv(x).relu()
+        return self.fc(sum(x.mean((2, 3)).chunk(2)) / 2)
+
+
+@pytest.mark.trains
+def test_a_long_part_that_nobody_can_read_is_told(caplog):
+    torch.manual_seed(0)
+    net, tasks = Doubled(), (loader(4, 0), loader(3, 1))
+    with caplog.at_level("WARNING"):
+        immunization.immunize(net, *tasks, "condition_number", epochs=1, batch_size=32)
+    assert "trainable=last is stem, and 90% of the operations follow it: no module behind it gives one" in caplog.text
+    options = {"attacks": ["block_probe", "raw_inputs"], "raw_inputs__mirrored": False}
+    result = audited(net, planted(net, "convs.5"), lambda net: net, **options)
+    assert result.about["blocks"]["unread"] == pytest.approx([0.1, 1], abs=0.01)
+    assert result.metrics["worth/removed"] is None
+    assert "no module gives one output for each input" in result.reasons["blocks_unread"]
 
 
 @pytest.mark.trains
