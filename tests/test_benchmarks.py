@@ -55,6 +55,7 @@ def test_bounds_are_compared_and_drawn(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.trains
 @pytest.mark.parametrize("module", timm.list_modules())
 def test_a_net_of_each_module_of_timm_works_or_is_refused(module):
     zoo = runpy.run_path(str(ROOT / "benchmarks/zoo.py"))

@@ -30,7 +30,8 @@ SAMPLED = 64
 class Operations(TorchDispatchMode):
     """Inside, `total` counts floating-point operations as torch's FlopCounterMode does, but of nets that break it, too.
 
-    That one follows modules by gradients, which views of weights may lack, and takes up to three times as long.
+    That one follows modules by gradients, which views of weights may lack, and takes up to three times as long. Torch's
+    attention has a fast path without gradients, which has no count: it is not taken inside.
     """
 
     counting = True
@@ -41,6 +42,15 @@ class Operations(TorchDispatchMode):
 
         super().__init__()  # type: ignore[no-untyped-call]
         self.total, self.counts = 0.0, flop_registry
+
+    def __enter__(self) -> Operations:
+        self.fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        torch.backends.mha.set_fastpath_enabled(self.fast)
+        super().__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output, count = func(*args, **(kwargs or {})), self.counts.get(func._overloadpacket)

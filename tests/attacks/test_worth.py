@@ -341,6 +341,7 @@ def test_attackers_may_have_some_of_the_images_only(colors):
     assert torch.equal(labels, few.task.train.y)
 
 
+@pytest.mark.trains
 def test_benign_tasks_are_learned_by_attackers_of_the_run(tmp_path):
     suite = "suite={_target_: immunization.attacks.Suite, version: test-1, benign: [nobody]}"
     with pytest.raises(

@@ -294,6 +294,19 @@ def test_operations_are_those_that_torch_counts(name):
     assert ours.total == torchs.get_total_flops() > 0
 
 
+def test_operations_of_attention_are_counted_with_gradients_and_without():
+    """Torch's own count leaves out the fast path that is taken without gradients."""
+    layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
+    net, tokens = nn.TransformerEncoder(layer, 3).eval(), torch.randn(2, 9, 16)
+    counts = []
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients), Operations() as counted:
+            net(tokens)
+        counts.append(counted.total)
+    assert counts[0] == counts[1] >= 3 * 2 * 2 * 9 * 6 * 16 * 16  # of all linear layers
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 QUICK = {"attacks": ["block_probe"], "block_probe__mirrored": False, "block_probe__ridges": [0.1]}
 
 
