@@ -45,6 +45,7 @@ TRAIN, VALIDATION = re.compile(r"_train(?=_[xy]$)"), re.compile(r"_(valid|valida
 """Other names of splits, which would be those of further tasks."""
 LAST = {"train": 1, "valid": 1, "validation": 1, "dev": 1, "val": 1, "test": 1, "x": 2, "y": 2}
 """The order of words in a name of an array: first the role, then other words, splits, x or y."""
+SPLIT_OF_ARRAY = re.compile(r"_(val|test)_([xy])$")
 USUAL_NAMES = [f"{kind}{split}_{end}" for kind in KINDS for split in ("", "_val", "_test") for end in "xy"]
 NORMALIZED = {
     "shared": "mean and std (ddof = 1) of the training rows of primary and harmful task together",
@@ -346,11 +347,13 @@ def _meant(name: str) -> str:
 def _known(names: Iterable[str], path: Path) -> list[str]:
     """Those of the `names` in a file that are read; raises DataError for one that is meant to be."""
     known, ignored = [], []
+    names = [*names]
+    right = {*USUAL_NAMES, *(name for name in names if NAMES.fullmatch(name))}
     for name in names:
-        found = NAMES.fullmatch(meant := _meant(name))
-        if found and meant == name:
+        meant = _meant(name)
+        if NAMES.fullmatch(name) and meant == name:
             known.append(name)
-        elif found and not found["role"].startswith("primary_"):  # there is one primary task
+        elif meant in right or SPLIT_OF_ARRAY.sub(r"_\2", meant) in right:  # or its words say something else
             remedy = f"rename it to '{meant}', or leave it out"
             raise DataError(f"{path} holds '{name}', which names no array that is read; {remedy}")
         else:

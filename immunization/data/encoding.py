@@ -184,7 +184,7 @@ class Tables:
             self.targets[key] = target_of(values.index, path, label := own.pop(target))
             if self.targets[key].dtype.kind == "i" and label.known.dtype.kind == "f":
                 told = f"{path}: {target}, whole numbers beside missing ones"
-                self._say("targets read as integers", f"{told}; as floats with dataset.targets=regression")
+                self._say("targets read as integers", f"{told}; labels unless dataset.targets=regression")
             self.unlabeled[key] = int(label.values.isna().sum())
             self.inputs[key], columns[key] = values[names], own
             self.rows[key] = torch.from_numpy(values.index.to_numpy(np.int64, copy=True))

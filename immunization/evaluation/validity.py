@@ -134,8 +134,9 @@ def _found(comparison: Comparison, of: tuple[Role, str], among: tuple[Role, str]
     sought, others = (comparison.features(*split, "baseline") for split in (of, among))
     rows = torch.linspace(0, len(sought) - 1, min(LOOKED_AT, len(sought))).long()
     distances, near = torch.cdist(sought[rows], others).min(1)
-    spread = others.std(0).norm()
-    return (distances <= 100 * SAME * spread) & (spread > 0), rows, near
+    spread = others.std(0).norm()  # which one row may make as large as it likes
+    within = torch.minimum(100 * SAME * spread, 10 * SAME * (sought[rows].norm(dim=1) + others[near].norm(dim=1)))
+    return (distances <= within) & (spread > 0), rows, near
 
 
 def few_rows(rows: int, width: int) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 LEAST = 8
 """Of a net with fewer blocks, its classifier counted as one, the costliest are taken apart as far as they can be."""
@@ -130,8 +131,8 @@ class Found:
 class _Call:
     """One call of a module; `trace` are some values of what it gives, None where that cannot be read.
 
-    `place`, `second` and `shape`, [N, ...], are those of the tensor that is read. `source`: the tensors that the module
-    reads, by `id`.
+    `place`, `second` and `shape`, [N, ...], are those of the tensor that is read, one of `options`. `read_on`: a later
+    module reads it. `source`: the tensors that the module reads, by number and version.
     """
 
     name: str
@@ -142,8 +143,10 @@ class _Call:
     place: int = 0
     second: bool = False
     shortcut: bool = False
-    source: Sequence[int] = ()
+    read_on: bool = False
+    source: tuple[tuple[int, int], ...] = ()
     trace: list[float] | None = None
+    options: list[_Call] = field(default_factory=list)
     calls: list[_Call] = field(default_factory=list)
 
     @property
@@ -183,12 +186,6 @@ def find(net: nn.Module, forward: Callable[[Tensor], Any], inputs: Tensor, least
     if not root.parts():  # nothing of it tells inputs apart: it is dead
         root = _traced(net, forward, inputs, unlike=False)
     everything = list(root.inside())
-    if any(call.second for call in everything):  # two of something else than inputs stay two
-        again = _traced(net, forward, inputs[[0, 1, 0]]).inside()
-        three = {(call.name, call.place) for call in again if call.second}
-        for call in everything:
-            if call.second and (call.name, call.place) not in three:
-                call.trace = None
     calls = [call for call in everything if call.trace is not None]
     last = _channels_last(calls, inputs)
     said = (getattr(module, "num_prefix_tokens", None) for module in net.modules())  # as timm's transformers do
@@ -207,11 +204,45 @@ def _traced(net: nn.Module, forward: Callable[[Tensor], Any], inputs: Tensor, un
     """The calls of one pass, below a root that stands for it; `unlike`: only unlike rows can be read.
 
     Of several tensors that a module gives, the first one counts that a later module reads, else the first one.
+    Recurrent layers give all their outputs first, and then states. Of several modules that read the same, all but the
+    costliest are shortcuts.
     """
+    root = _passed(net, forward, inputs, unlike)
+    doubtful = [own for call in root.inside() for own in call.options if own.second or own.place]
+    lengths = {own.shape[1] for own in doubtful if own.second}
+    more = next(count for count in itertools.count(4) if count not in lengths)
+    same: set[tuple[str, int, bool]] = set()
+    if doubtful:  # two of something else than inputs stay two
+        with suppress(Exception):  # of any kind: the code of the net
+            again = _passed(net, forward, inputs[torch.arange(more) % 2], unlike=False).inside()
+            same = {(call.name, own.place, own.second) for call in again for own in call.options}
+    for call in root.inside():
+        sure = [o for o in call.options if not (o.second or o.place) or (call.name, o.place, o.second) in same]
+        on = [] if isinstance(call.module, nn.RNNBase) else [own for own in sure if own.read_on]
+        for own in (on or sure)[:1]:
+            call.shape, call.place, call.second, call.trace = own.shape, own.place, own.second, own.trace
+    _mark_shortcuts(root)
+    return root
+
+
+def _mark_shortcuts(call: _Call) -> None:
+    beside: dict[object, list[_Call]] = {}
+    for part in call.calls:
+        if part.source and part.weighs:
+            beside.setdefault(part.source, []).insert(0, part)  # of equal ones the last
+    main = {id(max(parts, key=lambda c: c.end.share - c.begin.share)) for parts in beside.values()}
+    for part in call.calls:
+        part.shortcut = call.shortcut or (bool(part.source) and part.weighs and id(part) not in main)
+        _mark_shortcuts(part)
+
+
+def _passed(net: nn.Module, forward: Callable[[Tensor], Any], inputs: Tensor, unlike: bool) -> _Call:
+    """`_traced`, before one of the `options` of each call is chosen."""
     root = _Call("", net, Moment(0, 0.0), Moment(0, 0.0))
     stack, calls = [root], [root]
-    passed_on: list[Tensor] = []
-    given: list[tuple[_Call, list[Tensor], list[_Call]]] = []  # of each call, what it may be read as
+    numbers, numbered = WeakIdKeyDictionary(), itertools.count()  # ids are used again
+    stored: dict[int, list[_Call]] = {}  # which of several tensors lie where
+    kept: list[list[Tensor]] = []  # or others would take their places in the memory
 
     with Operations() as counted, ExitStack() as hooks:
 
@@ -219,35 +250,47 @@ def _traced(net: nn.Module, forward: Callable[[Tensor], Any], inputs: Tensor, un
             return Moment(len(calls) - 1, counted.total)
 
         def enter(name: str, module: nn.Module, arguments: tuple[object, ...], named: dict[str, object]) -> None:
-            own = [x for x in (*arguments, *named.values()) if isinstance(x, Tensor)]
-            call, around = _Call(name, module, now(), now(), source=[id(x) for x in own]), stack[-1]
-            call.shortcut = around.shortcut or any(own and c.source == call.source and c.weighs for c in around.calls)
-            around.calls.append(call)
+            source = []
+            for x in (*arguments, *named.values()):
+                if isinstance(x, Tensor):
+                    number = numbers[x] if x in numbers else next(numbered)
+                    numbers[x] = number
+                    source.append((number, 0 if x.is_inference() else x._version))
+                    for option in stored.get(_storage(x), ()) if stored else ():
+                        option.read_on = True
+            call = _Call(name, module, now(), now(), source=tuple(source))
+            stack[-1].calls.append(call)
             calls.append(call)
             stack.append(call)
-            passed_on.extend(own)
 
         def leave(module: nn.Module, _inputs: object, output: object) -> None:
             while (call := stack.pop()).module is not module:
                 pass  # it was left by an error that the net has caught
             call.end, tensors = now(), tensors_of(output)
             read = [found for place, x in enumerate(tensors) if (found := _read(call, place, x, inputs, unlike))]
-            given.append((call, tensors, read))  # tensors stay, or others would take their places in the memory
+            call.options = read
+            if len(read) > 1:
+                kept.append(tensors)
+                for own in read:
+                    stored.setdefault(_storage(tensors[own.place]), []).append(own)
 
         for name, module in net.named_modules():
             if name:
                 hooks.enter_context(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(leave))
         forward(inputs)
-    known = {x.data_ptr() for x in passed_on}
-    for call, tensors, read in given:
-        on = [own for own in read if tensors[own.place].data_ptr() in known] if len(read) > 1 else []
-        for own in (on or read)[:1]:
-            call.shape, call.place, call.second, call.trace = own.shape, own.place, own.second, own.trace
     total = counted.total or 1.0
     for call in calls:
         call.begin, call.end = (Moment(begun, done / total) for begun, done in (call.begin, call.end))
     return root
+
+
+def _storage(x: Tensor) -> int:
+    """Where the numbers of a tensor lie; 0 of one that has no memory of its own."""
+    try:
+        return x.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse ones
+        return 0
 
 
 def _read(call: _Call, place: int, x: Tensor, inputs: Tensor, unlike: bool) -> _Call | None:
@@ -264,10 +307,12 @@ def _read(call: _Call, place: int, x: Tensor, inputs: Tensor, unlike: bool) -> _
 
 
 def _unread(calls: Sequence[_Call]) -> tuple[float, float]:
-    """`Found.unread`."""
+    """`Found.unread`; nothing where no operation of the net is one that is counted."""
+    if not any(call.end.share for call in calls):
+        return 0.0, 0.0
     ends = sorted({0.0, 1.0, *(call.end.share for call in calls if call.trace is not None)})
     longest, found = 0.0, (0.0, 0.0)
-    for begin, end in pairwise(ends):
+    for begin, end in itertools.pairwise(ends):
         inside = (call for call in calls if not call.calls and begin <= call.begin.share and call.end.share <= end)
         left = end - begin - max((call.end.share - call.begin.share for call in inside), default=0.0)
         if left > longest:

@@ -311,16 +311,16 @@ class Timm(Reader):
 
 
 def unlike(net: nn.Module, before: nn.Module) -> str | None:
-    """How many parameters of two nets have a shape of which the other has fewer; None if these are but a folded map's.
+    """How many parameters of two nets have a shape of which the other has fewer; None if one has all of the other's.
 
-    Names do not count, as a net may be wrapped.
+    Names do not count, as a net may be wrapped, and one may have more: an adapter, or copies of tied weights.
     """
     shapes = [
         Counter(tuple(p.shape) for name, p in one.named_parameters() if FOLD not in name.split("."))
         for one in (net, before)
     ]
     own, other = (shapes[0] - shapes[1]).total(), (shapes[1] - shapes[0]).total()
-    if not own and not other:
+    if not own or not other:
         return None
     return (
         f"{own} of {shapes[0].total()} parameters of the model and {other} of {shapes[1].total()} of the reference "

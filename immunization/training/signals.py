@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from immunization.errors import Preempted, Requeued
+from immunization.errors import OtherEnded, Preempted, Requeued
 
 Handler = Callable[[int, FrameType | None], object] | int | None  # what `signal.getsignal` returns
 
@@ -62,7 +62,7 @@ def end_at_once() -> None:
 class Stop:
     """SIGTERM, Ctrl-C and a cluster launcher's signal: while `held`, a first one waits for a step and a checkpoint.
 
-    Once the run has `failed`, a first one changes nothing: the failure is being written down.
+    Once the run has `failed`, a first one waits until that is written down.
     """
 
     def __init__(self) -> None:
@@ -86,6 +86,12 @@ class Stop:
         try:
             with self.unmasked():
                 yield self
+        except OtherEnded:  # torchrun ends what is left by SIGTERM
+            raise
+        except Exception as error:
+            if self.failed and self.asked:
+                self.now(f"interrupted; the run had failed before: {error}")
+            raise
         finally:
             for number, before in self.before.items():
                 signal.signal(number, before)
@@ -116,8 +122,9 @@ class Stop:
         self.asked = number
         if not wait:
             self.now("interrupted; resume=true goes on from the last checkpoint, if there is one")
-        elif number == signal.SIGINT and self.held:
-            print("\ninterrupted: a checkpoint after this step; once more to stop at once", file=sys.stderr, flush=True)
+        elif number == signal.SIGINT:
+            first = "the failure is written down" if self.failed else "a checkpoint after this step"
+            print(f"\ninterrupted: {first}; once more to stop at once", file=sys.stderr, flush=True)
 
     def now(self, message: str) -> None:
         """End the run: by KeyboardInterrupt on Ctrl-C, by Preempted, or by the handler of the signal before."""

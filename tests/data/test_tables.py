@@ -227,7 +227,7 @@ def test_integer_labels_beside_missing_ones_are_those_of_the_file(tmp_path, capl
             pairs[name] = data.arrays(0, **source, **options)
             assert pairs[name].about["labels"] == dict.fromkeys(whole, "classes [3, 5, 8] coded 0 to 2")
             assert same(pairs[name], pairs["file"])
-        told = "targets read as integers: tables['harmful']: label, whole numbers beside missing ones; as floats with"
+        told = "targets read as integers: tables['harmful']: label, whole numbers beside missing ones; labels unless"
         assert (told in caplog.text) == (name == "floats")
     assert read(tables, missing="drop", targets="regression").harmful.classes == 0
     tables["harmful"].loc[7, "label"] = 3.5

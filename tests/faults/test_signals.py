@@ -14,7 +14,7 @@ from helpers.repository import ROOT
 
 from immunization import run, terminal
 from immunization.config import compose
-from immunization.errors import BusyError, ConfigError, Diverged
+from immunization.errors import BusyError, ConfigError, Preempted
 from immunization.evaluation import Measures
 from immunization.methods.base import Method
 from immunization.multirun.callback import SweepSummary
@@ -123,7 +123,7 @@ def test_sigterm_that_an_import_turns_into_an_error_of_its_own_ends_the_run(tmp_
     assert Result.read(tmp_path / "run").error == "interrupted"
 
 
-def test_sigterm_amid_the_record_of_a_failure_loses_nothing_of_it(tmp_path, monkeypatch):
+def test_sigterm_amid_the_record_of_a_failure_waits_for_it(tmp_path, monkeypatch, capsys):
     """As by torchrun, which ends the others once one process has died."""
     writes = Result.write
 
@@ -133,10 +133,29 @@ def test_sigterm_amid_the_record_of_a_failure_loses_nothing_of_it(tmp_path, monk
 
     monkeypatch.setattr(Result, "write", told)
     options = ("optimizer.lr=1e300", "method.power=inf", "tracker=none", "figures=false")
-    with pytest.raises(Diverged) as end:
+    with pytest.raises(Preempted) as end:
         run(["method=condition_number", *options], folder=tmp_path / "run")
+    assert end.value.code == 143
     result = Result.read(tmp_path / "run")
-    assert (result.status, result.error) == ("failed", str(end.value))
+    assert result.status == "failed"
+    assert "diverged at step" in result.error
+    assert capsys.readouterr().err.endswith(f"SIGTERM: interrupted; the run had failed before: {result.error}\n")
+
+
+def test_sigterm_amid_the_record_of_a_failed_job_ends_the_multirun(tmp_path, monkeypatch):
+    writes = Result.write
+
+    def told(*arguments: object) -> None:
+        monkeypatch.undo()
+        os.kill(os.getpid(), signal.SIGTERM)
+        writes(*arguments)
+
+    monkeypatch.setattr(Result, "write", told)
+    jobs = "seed=0,1", "optimizer.lr=1e300", "method.power=inf", *LONG[:3], "figures=false"
+    done = launched("-m", *jobs, f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
+    assert done.returncode == 143
+    assert "1 failed" in done.stdout
+    assert done.stderr.splitlines()[-1].endswith("resume=true goes on")
 
 
 def test_sigterm_behind_the_last_job_of_a_multirun_shows_what_is_done(tmp_path, monkeypatch):

@@ -256,20 +256,80 @@ def test_what_hardly_has_weights_is_not_trained_as_the_last():
     assert parts.last_block() == "body.1"
 
 
-def test_a_shortcut_that_runs_last_is_not_trained_as_the_last():
+@pytest.mark.parametrize("first", [True, False])
+def test_a_shortcut_is_not_trained_as_the_last_whenever_it_runs(first):
     class Residual(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
-            self.one, self.two = nn.Conv2d(width, 2 * width, 3, 2, 1), nn.Conv2d(2 * width, 2 * width, 3, 1, 1)
+            self.main = nn.Sequential(
+                nn.Conv2d(width, 2 * width, 3, 2, 1), nn.ReLU(), nn.Conv2d(2 * width, 2 * width, 3, 1, 1)
+            )
             self.shortcut = nn.Sequential(nn.Conv2d(width, 2 * width, 1, 2), nn.BatchNorm2d(2 * width))
 
         def forward(self, x):
-            return (self.two(self.one(x).relu()) + self.shortcut(x)).relu()
+            return self.shortcut(x) + self.main(x) if first else self.main(x) + self.shortcut(x)
 
     body = nn.Conv2d(3, 8, 3), Residual(8), Residual(16), Residual(32), nn.AdaptiveAvgPool2d(1), nn.Flatten()
     parts = apart(nn.Sequential(*body, nn.Linear(64, 4)))
-    assert parts.found.innermost[-1] == "body.3.shortcut.0"
-    assert parts.last_block() == "body.3.two"
+    assert parts.found.innermost[-1] == ("body.3.main.2" if first else "body.3.shortcut.0")
+    assert parts.last_block() == "body.3.main.2"
+
+
+@pytest.mark.parametrize("count", [3, 9])
+def test_what_adds_to_its_input_in_place_is_no_shortcut(count):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.fc = nn.Conv2d(3, 8, 3, 2), nn.Linear(8, 4)
+            self.blocks = nn.ModuleList(nn.Conv2d(8, 8, 3, 1, 1) for _ in range(count))
+
+        def forward(self, x):
+            x = self.stem(x)
+            for block in self.blocks:
+                x += block(x)
+            return self.fc(x.mean((2, 3)))
+
+    assert apart(Net()).last_block() == f"body.blocks.{count - 1}"
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_of_recurrent_layers_all_outputs_are_read_and_no_states(layers):
+    """A state [layers, N, D] of two layers looks like rows of two inputs."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.norm = nn.GRU(3 * SIDE, 8, layers, batch_first=True), nn.LayerNorm(8)
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.fc(self.norm(self.rnn(x.transpose(1, 2).flatten(2))[1])[-1])
+
+    net = Network(apart(Net()))
+    read = block_outputs(net, torch.randn(5, 3, SIDE, SIDE), lambda x, *_: x)
+    assert read["body.rnn"].shape[0] == 5
+    assert net.found.unread == (0, 0)  # torch counts no operation of recurrent layers
+
+
+def test_modules_may_read_sparse_tensors():
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, links):
+            return torch.sparse.mm(links, self.layer(x).T).T
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.graph = nn.Conv2d(3, 8, SIDE), Graph()
+
+        def forward(self, x):
+            return self.graph(self.stem(x).flatten(1), torch.eye(8).to_sparse())
+
+    net = Net()
+    assert find(net, net, torch.randn(2, 3, SIDE, SIDE)).innermost == ["stem", "graph.layer"]
 
 
 def test_a_part_that_is_trained_ends_what_stands_before_it():
