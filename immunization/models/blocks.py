@@ -226,13 +226,17 @@ def _traced(net: nn.Module, forward: Callable[[Tensor], Any], inputs: Tensor, un
 
 
 def _mark_shortcuts(call: _Call) -> None:
-    beside: dict[object, list[_Call]] = {}
+    """Mark, inside of a call, all but the costliest of the modules that read the same, and all that is in them."""
+    beside: dict[tuple[tuple[int, int], ...], list[_Call]] = {}
     for part in call.calls:
+        part.shortcut = call.shortcut
         if part.source and part.weighs:
-            beside.setdefault(part.source, []).insert(0, part)  # of equal ones the last
-    main = {id(max(parts, key=lambda c: c.end.share - c.begin.share)) for parts in beside.values()}
+            beside.setdefault(part.source, []).append(part)
+    for parts in beside.values():
+        main = max(reversed(parts), key=lambda part: part.end.share - part.begin.share)  # of equal ones the last
+        for part in parts:
+            part.shortcut |= part is not main
     for part in call.calls:
-        part.shortcut = call.shortcut or (bool(part.source) and part.weighs and id(part) not in main)
         _mark_shortcuts(part)
 
 
@@ -253,8 +257,7 @@ def _passed(net: nn.Module, forward: Callable[[Tensor], Any], inputs: Tensor, un
             source = []
             for x in (*arguments, *named.values()):
                 if isinstance(x, Tensor):
-                    number = numbers[x] if x in numbers else next(numbered)
-                    numbers[x] = number
+                    number = numbers.setdefault(x, next(numbered))
                     source.append((number, 0 if x.is_inference() else x._version))
                     for option in stored.get(_storage(x), ()) if stored else ():
                         option.read_on = True

@@ -127,10 +127,10 @@ class Chain(nn.Module):
     ) -> Iterator[dict[str, Any]]:
         """Inside, the dict has what each block gave when it last ran, averaged over places or tokens: [N, channels].
 
-        Blocks come by name, in the order in which they ran first.
-        `reduce`, in place of the average, takes it, whether channels come last in a map, and the number of prefix
-        tokens. `inside` does so with what layers inside of blocks give, `<block>/<layer>`; BatchNorm, which only scales
-        and shifts channels and may be overwritten in place, is left out. So are the blocks `without` and their layers.
+        Blocks come by name, in the order in which they ran first. `reduce`, in place of the average, takes it, whether
+        channels come last in a map, and the number of prefix tokens. `inside` does so with what layers inside of blocks
+        give, `<block>/<layer>`; BatchNorm, which only scales and shifts channels and may be overwritten in place, is
+        left out. So are the blocks `without` and their layers.
         """
         seen: dict[str, Any] = {}
 

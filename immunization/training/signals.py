@@ -89,7 +89,7 @@ class Stop:
         except OtherEnded:  # torchrun ends what is left by SIGTERM
             raise
         except Exception as error:
-            if self.failed and self.asked:
+            if self.asked:
                 self.now(f"interrupted; the run had failed before: {error}")
             raise
         finally:
